@@ -1,0 +1,29 @@
+"""The errors a user can cause, and the help that goes with them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DartLabError(ValueError):
+    """The input is at fault: says what was given, what was expected and what to do, in one line.
+
+    The command line prints the message alone and exits with code 2.
+    """
+
+
+class DartLabWarning(UserWarning):
+    """Nothing failed, but the result may not be what was meant (for example: nothing was pruned)."""
+
+
+def did_you_mean(given: str, options: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'? Known: …`` for an unknown name, nearest first.
+
+    >>> did_you_mean("fastw", ["dart", "fastv"])
+    "Did you mean 'fastv'? Known: dart, fastv."
+    """
+    known = sorted(options)
+    near = difflib.get_close_matches(given.lower(), known, n=1, cutoff=0.5)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{hint}Known: {', '.join(known)}."

@@ -1,0 +1,117 @@
+"""What every method is: a frozen dataclass of its parameters, a stage, and one method that decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.pruners.budget import check_keep, resolve_keep
+from dart_lab.pruners.reduction import PAD, Reduction
+from dart_lab.pruners.selectors import ascending, top_k
+from dart_lab.pruners.signals import Signals
+
+BudgetMode = Literal["exact", "official"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a method acts. `LLM_LAYER` with `layer=K`: before decoder layer K, looking at layer K−1."""
+
+    kind: Literal["LLM_LAYER"]
+    layer: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruner(ABC):
+    """A method that decides which visual tokens stay.
+
+    Args:
+        keep: visual tokens to keep in each sample: a whole number, or a retention ratio in (0, 1].
+        layer: K, the first decoder layer that runs on the short sequence (0-based, at least 1). Default 2.
+        seed: for methods that draw. Same seed and sample, same kept set, whatever the batch.
+        budget: "exact" keeps what was asked; "official" what the authors' released code keeps (see each method).
+
+    Subclasses set `name`, `needs` (names of the signals they ask for) and implement `reduce`.
+    Raises `DartLabError` for parameters out of range.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[frozenset[str]]
+    paper: ClassVar[str] = ""
+
+    keep: int | float | None = None
+    layer: int = 2
+    seed: int = 0
+    budget: BudgetMode = "exact"
+
+    def __post_init__(self) -> None:
+        if self.keep is not None:
+            check_keep(self.keep)
+        elif self._needs_keep():
+            raise DartLabError(f"{self.name}: keep is missing; give keep=128 (tokens) or keep=0.25 (retention ratio)")
+        if isinstance(self.layer, bool) or not isinstance(self.layer, int) or self.layer < 1:
+            raise DartLabError(
+                f"{self.name}: layer={self.layer!r}: pruning happens before decoder layer K ≥ 1, which looks at layer K-1"
+            )
+        if self.budget not in ("exact", "official"):
+            raise DartLabError(f"{self.name}: budget={self.budget!r}: expected 'exact' or 'official'")
+
+    def _needs_keep(self) -> bool:
+        return True
+
+    @property
+    def stage(self) -> Stage:
+        """Where this method acts."""
+        return Stage("LLM_LAYER", self.layer)
+
+    def asked(self, signals: Signals) -> Tensor:
+        """`(batch,)` int64: tokens to keep in each sample, from `keep` and the sample's size."""
+        if self.keep is None:
+            raise DartLabError(f"{self.name}: no number of tokens was asked for")
+        return resolve_keep(self.keep, signals.counts)
+
+    @abstractmethod
+    def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
+        """Decide for a batch. `asked` is `(batch,)` int64, the tokens to keep; -1 where `keep` is None."""
+
+    def __call__(self, signals: Signals) -> Reduction:
+        """Decide for a batch and check the decision: sorted, unique, inside the image, budget as promised."""
+        asked = torch.full_like(signals.counts, PAD) if self.keep is None else self.asked(signals)
+        with torch.no_grad():
+            reduction = self.reduce(signals, asked)
+        reduction.check(size=signals.counts, method=self.name)
+        if self.budget == "exact" and self.keep is not None and not torch.equal(reduction.counts, asked):
+            raise DartLabError(
+                f"{self.name}: wrong count: asked to keep {asked.tolist()}, kept {reduction.counts.tolist()}"
+            )
+        return reduction
+
+    def parameters(self) -> dict[str, Any]:
+        """The parameters as a plain dict, for records."""
+        return dataclasses.asdict(self)
+
+
+class ScorePruner(Pruner):
+    """A method that ranks tokens: implements `score`; the best stay, equal scores go to the lower index."""
+
+    @abstractmethod
+    def score(self, signals: Signals) -> Tensor:
+        """`(batch, n)`: higher is kept first."""
+
+    def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
+        score = self.score(signals).float()
+        if score.shape != signals.visual.shape:
+            raise DartLabError(
+                f"{self.name}: score has shape {tuple(score.shape)}, expected {tuple(signals.visual.shape)} (batch, n)"
+            )
+        order = top_k(score, asked, signals.valid)
+        return Reduction(
+            keep=ascending(order), size=signals.counts, asked=asked, order=order,
+            score=score.masked_fill(~signals.valid, float("nan")),
+        )

@@ -1,0 +1,62 @@
+"""The primitives that methods share: scores in, indices out, in float32, ties to the lower index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.pruners.reduction import PAD
+
+
+def top_k(score: Tensor, counts: Tensor, valid: Tensor) -> Tensor:
+    """The `counts` best tokens of each row, best first; equal scores go to the lower index.
+
+    Args:
+        score: `(batch, n)`, higher is better.
+        counts: `(batch,)` int64, how many to take.
+        valid: `(batch, n)` bool, False for entries that may not be taken.
+
+    Returns:
+        `(batch, m)` int64, padded with -1; m is the largest count.
+
+    Raises:
+        DartLabError: a score is NaN, or a row has fewer valid entries than its count.
+
+    >>> top_k(torch.tensor([[1.0, 3.0, 3.0]]), torch.tensor([2]), torch.ones(1, 3, dtype=torch.bool))
+    tensor([[1, 2]])
+    """
+    score = score.float()
+    if bool((score.isnan() & valid).any()):
+        raise DartLabError("a score is NaN; look for NaN in the model's states (half precision overflow?)")
+    if bool((valid.sum(dim=1) < counts).any()):
+        raise DartLabError(f"asked for {counts.tolist()} tokens of rows that offer {valid.sum(dim=1).tolist()}")
+    ranked = torch.where(valid, score, float("-inf"))
+    # -inf is a legal score: rank valid entries before invalid ones whatever their score
+    by_score = ranked.argsort(dim=1, descending=True, stable=True)
+    by_valid = torch.gather(valid, 1, by_score).long().argsort(dim=1, descending=True, stable=True)
+    order = torch.gather(by_score, 1, by_valid)
+    width = int(counts.max()) if len(counts) else 0
+    taken = torch.arange(width, device=score.device) < counts[:, None]
+    return torch.where(taken, order[:, :width], PAD)
+
+
+def ascending(order: Tensor) -> Tensor:
+    """Sort the indices of each row, keeping the padding (-1) at the end: `(batch, m)` → `(batch, m)`."""
+    last = torch.iinfo(order.dtype).max
+    rows = torch.where(order == PAD, last, order).sort(dim=1).values
+    return torch.where(rows == last, PAD, rows)
+
+
+def min_max(values: Tensor, valid: Tensor) -> Tensor:
+    """Scale each row to [0, 1] over its valid entries; a constant row becomes 0: `(batch, n)` → `(batch, n)` float32."""
+    values = values.float()
+    low = torch.where(valid, values, float("inf")).min(dim=1, keepdim=True).values
+    high = torch.where(valid, values, float("-inf")).max(dim=1, keepdim=True).values
+    span = high - low
+    return torch.where(valid & (span > 0), (values - low) / span.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine similarity of every pair: a `(batch, p, channels)`, b `(batch, n, channels)` → `(batch, p, n)` float32."""
+    return torch.nn.functional.normalize(a.float(), dim=-1) @ torch.nn.functional.normalize(b.float(), dim=-1).mT

@@ -1,0 +1,122 @@
+"""What a method may look at: the visual tokens at its stage and the tensors there, computed on demand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError, did_you_mean
+from dart_lab.pruners.reduction import PAD
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Signals:
+    """The input of a method at the stage before decoder layer K ("sequence" is the sequence as layer K receives it).
+
+    Attributes:
+        visual: `(batch, n)` int64, position in the sequence of every visual token, ascending, `-1` after the end.
+        attended: `(batch, sequence)` bool, True for real tokens, False for padding.
+        providers: name → function that computes the tensor. Names used by the methods here:
+            `hidden` () → `(batch, sequence, channels)`, output of layer K−1;
+            `normed` () → the same through the model's final norm;
+            `keys`, `values` () → `(batch, kv_heads, sequence, head_dim)` of layer K−1, after rotary embedding;
+            `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1.
+        grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if unknown.
+        sample_seeds: one integer a sample, the same whatever the batch, for methods that draw.
+
+    >>> s = Signals.of(visual=torch.tensor([[1, 2]]), hidden=torch.zeros(1, 4, 8))
+    >>> s.counts, s.text
+    (tensor([2]), tensor([[3]]))
+    """
+
+    visual: Tensor
+    attended: Tensor
+    providers: Mapping[str, Callable[..., Tensor]]
+    grid: Tensor | None = None
+    sample_seeds: tuple[int, ...] = ()
+    _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(
+        cls, *, visual: Tensor, attended: Tensor | None = None, grid: Tensor | None = None,
+        sample_seeds: tuple[int, ...] = (), attention: Tensor | None = None, **tensors: Tensor,
+    ) -> Signals:
+        """Build signals from plain tensors, for tests and notebooks.
+
+        `attention` is the whole map `(batch, heads, sequence, sequence)`; the other names are given as tensors.
+        """
+        providers: dict[str, Callable[..., Tensor]] = {name: (lambda t=t: t) for name, t in tensors.items()}
+        if attention is not None:
+            full = attention
+            providers["attention"] = lambda queries: torch.gather(
+                full, 2, queries.clamp(min=0)[:, None, :, None].expand(-1, full.shape[1], -1, full.shape[3])
+            )
+        if attended is None:
+            length = next(
+                (t.shape[1] if name in ("hidden", "normed") else t.shape[2] for name, t in tensors.items()),
+                attention.shape[-1] if attention is not None else int(visual.max()) + 1,
+            )
+            attended = torch.ones(visual.shape[0], length, dtype=torch.bool, device=visual.device)
+        seeds = sample_seeds or tuple(range(visual.shape[0]))
+        return cls(visual=visual, attended=attended, providers=providers, grid=grid, sample_seeds=seeds)
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """`(batch, n)` bool: True for visual tokens, False for the padding of a shorter row."""
+        return self.visual != PAD
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """`(batch,)` int64: visual tokens of each sample."""
+        return self.valid.sum(dim=1)
+
+    @cached_property
+    def text(self) -> Tensor:
+        """`(batch, t)` int64: positions of the real tokens after the last visual one (the question), `-1` after the end."""
+        length = self.attended.shape[1]
+        position = torch.arange(length, device=self.visual.device)
+        after = self.attended & (position > self.visual.max(dim=1).values[:, None])
+        width = int(after.sum(dim=1).max()) if len(after) else 0
+        index = torch.where(after, position, length).sort(dim=1).values[:, :width]
+        return torch.where(index == length, PAD, index)
+
+    @cached_property
+    def last(self) -> Tensor:
+        """`(batch,)` int64: position of each sample's last real token."""
+        position = torch.arange(self.attended.shape[1], device=self.visual.device)
+        return torch.where(self.attended, position, PAD).max(dim=1).values
+
+    def get(self, name: str) -> Tensor:
+        """A whole-sequence tensor by name, computed once. Raises `DartLabError` if this stage does not offer it."""
+        if name not in self._cache:
+            self._cache[name] = self._provider(name)()
+        return self._cache[name]
+
+    def attention(self, queries: Tensor) -> Tensor:
+        """Attention rows of `queries` `(batch, q)`, over the whole sequence: `(batch, heads, q, sequence)` float32."""
+        return self._provider("attention")(queries)
+
+    def attention_to_visual(self, queries: Tensor) -> Tensor:
+        """Attention rows of `queries` onto the visual tokens: `(batch, heads, q, n)` float32, 0 at padding."""
+        rows = self.attention(queries)
+        index = self.visual.clamp(min=0)[:, None, None, :].expand(-1, rows.shape[1], rows.shape[2], -1)
+        return torch.gather(rows, 3, index).masked_fill(~self.valid[:, None, None, :], 0.0)
+
+    def generator(self, sample: int, seed: int) -> torch.Generator:
+        """A CPU generator for one sample: depends on `seed` and on the sample, not on the batch it came in."""
+        mixed = (self.sample_seeds[sample] * 0x9E3779B97F4A7C15 + seed) % (1 << 63)
+        return torch.Generator().manual_seed(mixed)
+
+    def _provider(self, name: str) -> Callable[..., Tensor]:
+        if name not in self.providers:
+            raise DartLabError(f"this stage has no signal {name!r}. {did_you_mean(name, self.providers)}")
+        return self.providers[name]
+
+
+def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
+    """Pick tokens: states `(batch, sequence, channels)`, positions `(batch, m)` → `(batch, m, channels)`; -1 gives token 0."""
+    return torch.gather(states, 1, positions.clamp(min=0)[:, :, None].expand(-1, -1, states.shape[2]))
