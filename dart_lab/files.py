@@ -1,0 +1,72 @@
+"""Writing result files: all of a set or none, never half a file."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from dart_lab.errors import DartLabError
+
+_NEW_FILE_MODE = 0o666
+
+
+def write_files(contents: Mapping[Path, bytes]) -> list[Path]:
+    """Write every file, each under a temporary name beside its target, then rename them all.
+
+    If one cannot be written (no space, no permission), none of the targets is created or changed.
+
+    Args:
+        contents: path → bytes. Missing folders are made.
+
+    Returns:
+        The paths, in the order given.
+
+    Raises:
+        DartLabError: a file cannot be written.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> [path.name for path in write_files({folder / "a.txt": b"one", folder / "b.txt": b"two"})]
+    ['a.txt', 'b.txt']
+    >>> sorted(path.name for path in folder.iterdir())
+    ['a.txt', 'b.txt']
+    """
+    ready: list[tuple[Path, Path]] = []
+    path = Path()
+    try:
+        for path, content in contents.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            ready.append((_temporary_beside(path), path))
+            ready[-1][0].write_bytes(content)
+        for temporary, path in ready:
+            temporary.replace(path)
+    except OSError as error:
+        raise DartLabError(
+            f"{path} cannot be written ({error.strerror or error}); free some space or choose another place"
+        ) from error
+    finally:
+        for temporary, _ in ready:
+            temporary.unlink(missing_ok=True)
+    return list(contents)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise `DartLabError` unless files can be made in `folder`, which itself may be missing; leaves no trace."""
+    nearest = folder.absolute()
+    while not nearest.exists():
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise DartLabError(f"{folder}: {nearest} is a file; give a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise DartLabError(f"{folder} cannot be written: no permission in {nearest}; choose another folder")
+
+
+def _temporary_beside(path: Path) -> Path:
+    """An empty file in the target's folder, with the permissions a new file would have."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    os.close(handle)
+    mask = os.umask(0)
+    os.umask(mask)
+    os.chmod(name, _NEW_FILE_MODE & ~mask)
+    return Path(name)
