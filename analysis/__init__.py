@@ -1,0 +1,1 @@
+"""One module a figure or table; installed as dart_lab.analysis."""

@@ -1,0 +1,1 @@
+"""Conditions over samples, and their statistics."""

@@ -1,0 +1,1 @@
+"""Everything that knows transformers, and nothing else does."""
