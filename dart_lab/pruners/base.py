@@ -71,22 +71,23 @@ class Pruner(ABC):
         return Stage("LLM_LAYER", self.layer)
 
     def asked(self, signals: Signals) -> Tensor:
-        """`(batch,)` int64: tokens to keep in each sample, from `keep` and the sample's size."""
+        """`(batch,)` int64: tokens to keep in each sample; -1 where `keep` is None, so that the method decides how many."""
         if self.keep is None:
-            raise DartLabError(f"{self.name}: no number of tokens was asked for")
+            return torch.full_like(signals.counts, PAD)
         return resolve_keep(self.keep, signals.counts)
 
     @abstractmethod
     def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
-        """Decide for a batch. `asked` is `(batch,)` int64, the tokens to keep; -1 where `keep` is None."""
+        """Decide for a batch. `asked` is `(batch,)` int64, the tokens to keep; -1 where the method decides how many."""
 
     def __call__(self, signals: Signals) -> Reduction:
         """Decide for a batch and check the decision: sorted, unique, inside the image, budget as promised."""
-        asked = torch.full_like(signals.counts, PAD) if self.keep is None else self.asked(signals)
+        asked = self.asked(signals)
         with torch.no_grad():
             reduction = self.reduce(signals, asked)
         reduction.check(size=signals.counts, method=self.name)
-        if self.budget == "exact" and self.keep is not None and not torch.equal(reduction.counts, asked):
+        promised = asked if self.budget == "exact" else torch.full_like(asked, PAD)
+        if bool(((promised != PAD) & (reduction.counts != promised)).any()):
             raise DartLabError(
                 f"{self.name}: wrong count: asked to keep {asked.tolist()}, kept {reduction.counts.tolist()}"
             )
