@@ -46,10 +46,7 @@ class Reduction:
 
     def mask(self) -> Tensor:
         """`(batch, n)` bool: True where a visual token stays; n is the largest size in the batch."""
-        width = int(self.size.max()) if len(self.size) else 0
-        out = torch.zeros(len(self.size), width + 1, dtype=torch.bool, device=self.keep.device)
-        out.scatter_(1, torch.where(self.keep == PAD, width, self.keep), True)
-        return out[:, :width]
+        return rows_to_mask(self.keep, int(self.size.max()) if len(self.size) else 0)
 
     @classmethod
     def from_mask(
@@ -101,3 +98,15 @@ def mask_to_rows(mask: Tensor) -> Tensor:
     width = int(counts.max()) if len(counts) else 0
     index = torch.where(mask, torch.arange(n, device=mask.device), n).sort(dim=1).values[:, :width]
     return torch.where(index == n, PAD, index)
+
+
+def rows_to_mask(rows: Tensor, width: int) -> Tensor:
+    """Turn `(batch, m)` indices padded with -1, in any order, into a `(batch, width)` bool mask.
+
+    >>> rows_to_mask(torch.tensor([[2, 0], [1, -1]]), 3)
+    tensor([[ True, False,  True],
+            [False,  True, False]])
+    """
+    out = torch.zeros(rows.shape[0], width + 1, dtype=torch.bool, device=rows.device)
+    out.scatter_(1, torch.where(rows == PAD, width, rows), True)
+    return out[:, :width]
