@@ -46,14 +46,14 @@ def llava_processor(*, grid: int = 6, chat_template: str | None = CHAT_TEMPLATE)
     size = grid * PATCH
     pictures = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
     return LlavaProcessor(
-        image_processor=pictures, tokenizer=word_tokenizer(), patch_size=PATCH, vision_feature_select_strategy="default",
-        num_additional_image_tokens=1, image_token="<image>", chat_template=chat_template,
+        image_processor=pictures, tokenizer=word_tokenizer(), patch_size=PATCH, num_additional_image_tokens=1,
+        vision_feature_select_strategy="default", image_token="<image>", chat_template=chat_template,
     )
 
 
 def llava_model(
-    *, grid: int = 6, layers: int = 4, hidden: int = 32, heads: int = 4, kv_heads: int | None = None, vision_layers: int = 2,
-    seed: int = 0, attention: str = "sdpa", **text: Any,
+    *, grid: int = 6, layers: int = 4, hidden: int = 32, heads: int = 4, kv_heads: int | None = None,
+    vision_layers: int = 2, seed: int = 0, attention: str = "sdpa", **text: Any,
 ) -> LlavaForConditionalGeneration:
     """A LLaVA with random float32 weights large enough that attention is not uniform.
 
@@ -64,13 +64,14 @@ def llava_model(
         image_size=grid * PATCH, patch_size=PATCH, initializer_range=0.2,
     )
     text_config = LlamaConfig(
-        vocab_size=len(SPECIAL) + len(WORDS), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads or heads, initializer_range=0.2,
-        max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2, **text,
+        vocab_size=len(SPECIAL) + len(WORDS), hidden_size=hidden, intermediate_size=2 * hidden,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads or heads,
+        initializer_range=0.2, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=2, **text,
     )
     config = LlavaConfig(
         vision_config=vision_config, text_config=text_config, image_token_index=SPECIAL.index("<image>"),
-        vision_feature_layer=-2, vision_feature_select_strategy="default", pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        vision_feature_layer=-2, vision_feature_select_strategy="default",
+        pad_token_id=0, bos_token_id=1, eos_token_id=2,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
