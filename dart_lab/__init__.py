@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dart_lab.testing import check_pruner as check_pruner
     from dart_lab.vlm.images import open_image as open_image
     from dart_lab.vlm.insert import prune as prune
-    from dart_lab.vlm.layout import layout as layout
+    from dart_lab.vlm.locate import layout as layout
     from dart_lab.vlm.load import load as load
     from dart_lab.vlm.select import select as select
 
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 LAZY = {
     "check_pruner": "dart_lab.testing",
-    "layout": "dart_lab.vlm.layout",
+    "layout": "dart_lab.vlm.locate",
     "load": "dart_lab.vlm.load",
     "load_task": "dart_lab.tasks",
     "open_image": "dart_lab.vlm.images",

@@ -38,6 +38,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>",
         extra_special_tokens={"image_token": "<image>"}, padding_side="left", model_max_length=4096,
+        model_input_names=["input_ids", "attention_mask"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,7 +27,7 @@ class Signals:
             `keys`, `values` () → `(batch, kv_heads, sequence, head_dim)` of layer K−1, after rotary embedding;
             `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1.
         grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if unknown.
-        sample_seeds: one integer a sample, the same whatever the batch, for methods that draw.
+        sample_seeds: () → one integer a sample, the same whatever the batch, for methods that draw; None: the row number.
 
     >>> s = Signals.of(visual=torch.tensor([[1, 2]]), hidden=torch.zeros(1, 4, 8))
     >>> s.counts, s.text
@@ -37,7 +38,7 @@ class Signals:
     attended: Tensor
     providers: Mapping[str, Callable[..., Tensor]]
     grid: Tensor | None = None
-    sample_seeds: tuple[int, ...] = ()
+    sample_seeds: Callable[[], tuple[int, ...]] | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
@@ -61,7 +62,7 @@ class Signals:
                 attention.shape[-1] if attention is not None else int(visual.max()) + 1,
             )
             attended = torch.ones(visual.shape[0], length, dtype=torch.bool, device=visual.device)
-        seeds = sample_seeds or tuple(range(visual.shape[0]))
+        seeds = (lambda: sample_seeds) if sample_seeds else None
         return cls(visual=visual, attended=attended, providers=providers, grid=grid, sample_seeds=seeds)
 
     @cached_property
@@ -108,8 +109,9 @@ class Signals:
 
     def generator(self, sample: int, seed: int) -> torch.Generator:
         """A CPU generator for one sample: depends on `seed` and on the sample, not on the batch it came in."""
-        mixed = (self.sample_seeds[sample] * 0x9E3779B97F4A7C15 + seed) % (1 << 63)
-        return torch.Generator().manual_seed(mixed)
+        own = sample if self.sample_seeds is None else self.sample_seeds()[sample]
+        mixed = hashlib.blake2b(f"{seed}:{own}".encode(), digest_size=7).digest()
+        return torch.Generator().manual_seed(int.from_bytes(mixed, "big"))
 
     def _provider(self, name: str) -> Callable[..., Tensor]:
         if name not in self.providers:

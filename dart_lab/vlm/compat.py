@@ -1,0 +1,123 @@
+"""Names and shapes that differ between transformers releases (4.57 to 5.24), and only here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dart_lab.errors import DartLabError
+
+_CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+
+
+def cache_of(kwargs: Mapping[str, Any]) -> Any | None:
+    """The KV cache among a layer's keyword arguments, whatever its name in this release."""
+    return next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def cached_length(cache: Any | None) -> int:
+    """Columns the cache held before this forward pass (layer 0, which no method shortens)."""
+    return 0 if cache is None else int(cache.get_seq_length())
+
+
+def cache_layer(cache: Any | None, index: int) -> Any | None:
+    """The part of the cache that belongs to decoder layer `index`; None before its first use."""
+    layers = getattr(cache, "layers", None)
+    return layers[index] if layers is not None and index < len(layers) else None
+
+
+def fixed_length(layer: Any | None) -> int | None:
+    """Slots of a static cache layer, used or not; None for one that grows."""
+    length = getattr(layer, "max_cache_len", None)
+    return int(length) if length is not None else None
+
+
+def text_model(model: nn.Module) -> Any:
+    """The stack of decoder layers inside a model: the module with `layers` and a final `norm`."""
+    found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
+    for _ in range(4):
+        if isinstance(getattr(found, "layers", None), nn.ModuleList) and hasattr(found, "norm"):
+            return found
+        found = getattr(found, "language_model", None) or getattr(found, "model", None)
+        if found is None:
+            break
+    raise DartLabError(
+        f"{type(model).__name__} has no stack of decoder layers that dart-lab knows; give a Hugging Face model whose "
+        "text model has `layers` and `norm`"
+    )
+
+
+def self_attention(layer: nn.Module) -> Any:
+    """The self-attention module of a decoder layer."""
+    for name, child in layer.named_children():
+        if "attn" in name and hasattr(child, "config"):
+            return child
+    raise DartLabError(f"{type(layer).__name__} has no self-attention module (a linear-attention layer?); choose another layer")
+
+
+def vision_tower(model: nn.Module) -> nn.Module | None:
+    """The image encoder of a model, if it has one."""
+    inner = getattr(model, "model", model)
+    for owner in (inner, model):
+        for name in ("vision_tower", "visual", "vision_model", "image_tower"):
+            tower = getattr(owner, name, None)
+            if isinstance(tower, nn.Module):
+                return tower
+    return None
+
+
+def backend_of(module: Any) -> str:
+    """Name of the attention kernel that a module uses now: "sdpa", "eager", "flash_attention_2", "flex_attention" …"""
+    return str(getattr(module.config, "_attn_implementation", None) or "eager")
+
+
+def attention_function(module: Any, backend: str) -> Callable[..., Any]:
+    """The function that `module` calls for `backend`; eager lives in the module's own file."""
+    if backend == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
+    return ALL_ATTENTION_FUNCTIONS[backend]  # type: ignore[no-any-return]
+
+
+def attention_registry() -> MutableMapping[str, Callable[..., Any]]:
+    """Where transformers looks up attention functions by name."""
+    return ALL_ATTENTION_FUNCTIONS  # type: ignore[no-any-return]
+
+
+def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tensor:
+    """Write `allowed` `(batch, 1, queries, keys)` bool in the form that a backend takes.
+
+    Raises:
+        DartLabError: a backend that cannot take an explicit mask.
+    """
+    if backend == "eager":
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+    if "sdpa" in backend:
+        return allowed
+    if "flash" in backend:
+        return allowed[:, 0].any(dim=1)
+    raise DartLabError(f"attention backend {backend!r} cannot take a batch whose rows keep different numbers; use sdpa")
+
+
+def crop_takes_length(layer: Any) -> bool:
+    """True for releases whose `crop(n)` means "leave n columns"; later ones mean "remove −n"."""
+    return "max_length" in type(layer).__mro__[0].crop.__code__.co_varnames
+
+
+def refuse_unsafe_layers(model: Any, first: int) -> None:
+    """Raise `DartLabError` if a decoder layer ≥ `first` would see kept slots as if they were positions."""
+    config = text_model(model).config
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        bad = {kind for kind in kinds[first:] if kind != "full_attention"}
+        if bad:
+            raise DartLabError(
+                f"{type(model).__name__}: layers from {first} on use {', '.join(sorted(bad))}; pruning would shift what their "
+                "window or state covers, so it is refused"
+            )
+    elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
+        raise DartLabError(f"{type(model).__name__} uses a sliding window, which would slide over kept slots; pruning is refused")

@@ -1,0 +1,130 @@
+"""`prune`: two lines around anybody's own model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from dart_lab.errors import DartLabError, DartLabWarning
+from dart_lab.pruners.base import Pruner
+from dart_lab.pruners.reduction import PAD, Reduction
+from dart_lab.pruners.signals import Signals
+from dart_lab.vlm.dropping import Dropper
+from dart_lab.vlm.families import Family, family_of, find_family
+from dart_lab.vlm.locate import model_of
+from dart_lab.vlm.run import Decision, Run, Sample
+
+if TYPE_CHECKING:
+    from dart_lab.vlm.load import VLM
+
+_ACTIVE = "_dart_lab_active"
+
+
+@contextmanager
+def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> Iterator[Run]:
+    """Drop visual tokens while the block runs; yields the `Run` that records what was kept.
+
+    Works with forward passes and `generate` (greedy, sampling, beams, with or without cache), any batch, left padding, and
+    kept sets that differ from row to row. Tokens keep their original positions. Leaving the block, also by an exception,
+    takes every hook out again. A block inside another one on the same model takes its place until it ends.
+
+    Args:
+        model: a supported Hugging Face model object, or a `VLM`.
+        pruner: the method.
+        visual: `(batch, sequence)` bool, which tokens are visual, for callers that bring `inputs_embeds`, and for any
+            decoder that dart-lab has no adapter for.
+
+    Raises:
+        DartLabError: an unsupported model, a layer beyond the last one, or a model that cannot be pruned rightly.
+
+    Warns:
+        DartLabWarning: nothing was pruned, because no prompt with visual tokens was run.
+
+    >>> import dart_lab as dl                                             # doctest: +SKIP
+    >>> with dl.prune(model, dl.pruners.DART(keep=64)) as run:            # doctest: +SKIP
+    ...     model.generate(**inputs)
+    >>> run.kept[0]                                                       # doctest: +SKIP
+    """
+    model = model_of(model)
+    run = Run()
+    dropper = Dropper(
+        model, adapter_for(model, visual), visual, stages=[pruner.stage.layer], decide=_decider(pruner, run)
+    )
+    with active(model, dropper):
+        yield run
+    if not run.samples:
+        warnings.warn(f"{pruner.name}: nothing was pruned: no prompt with visual tokens was run", DartLabWarning, stacklevel=3)
+
+
+def adapter_for(model: Any, visual: Tensor | None) -> Family | None:
+    """The model's family; None is allowed where `visual` marks the tokens."""
+    return family_of(model) if visual is None else find_family(model)
+
+
+@contextmanager
+def active(model: Any, watcher: Any) -> Iterator[None]:
+    """Attach a watcher; one that was active before is suspended meanwhile. Everything is undone at the end."""
+    stack = vars(model).setdefault(_ACTIVE, [])
+    try:
+        if stack:
+            stack[-1].detach()
+        stack.append(watcher)
+        watcher.attach()
+        yield
+    finally:
+        watcher.detach()
+        if watcher in stack:
+            stack.remove(watcher)
+        if stack:
+            stack[-1].attach()
+        else:
+            vars(model).pop(_ACTIVE, None)
+
+
+def _decider(pruner: Pruner, run: Run) -> Any:
+    def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> Reduction:
+        reduction = pruner(signals)
+        record(run, pruner, reduction, samples, number)
+        return reduction
+
+    return decide
+
+
+def record(run: Run, pruner: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor, step: int = 0) -> None:
+    """Note a decision about every sample; `number` `(batch, n)` says which visual token each token of the reduction is."""
+    each = len(number) // len(samples)
+    arrays = {
+        "number": number, "keep": reduction.keep, "order": reduction.order, "score": reduction.score,
+        "asked": reduction.asked, **{f"note {name}": note for name, note in reduction.notes.items()},
+    }
+    host = {name: None if value is None else value.detach().cpu().numpy() for name, value in arrays.items()}
+    for index, sample in enumerate(samples):
+        row = index * each
+        known = {name: None if value is None else value[row] for name, value in host.items()}
+        here = known["number"]
+        score, first = None, not sample.decisions
+        if known["score"] is not None:
+            score = np.full(len(sample.tokens), np.nan, dtype=np.float32)
+            score[here[here != PAD]] = known["score"][: len(here)][here != PAD]
+        sample.decisions.append(
+            Decision(
+                method=pruner.name, parameters=pruner.parameters(), stage=pruner.stage.kind, layer=pruner.stage.layer,
+                step=step, asked=int(known["asked"]), kept=_numbers(here, known["keep"]),
+                order=None if known["order"] is None else _numbers(here, known["order"]), score=score,
+                notes={name.removeprefix("note "): note for name, note in known.items() if name.startswith("note ")},
+            )
+        )
+        if first:
+            run.samples.append(sample)
+
+
+def _numbers(number: np.ndarray, index: np.ndarray) -> np.ndarray:
+    return number[index[index != PAD]].astype(np.int64)
+
+
+__all__ = ["DartLabError", "active", "adapter_for", "prune", "record"]

@@ -1,0 +1,50 @@
+"""`layout`: where the visual tokens of a batch lie, without running the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dart_lab.errors import DartLabError
+from dart_lab.vlm.families import family_of
+from dart_lab.vlm.layout import TokenLayout, VisualTokens, groups
+
+
+def model_of(model: Any) -> Any:
+    """The Hugging Face model object: of a `VLM` its `.model`, anything else as it is."""
+    return model.model if hasattr(model, "processor") and hasattr(model, "model") else model
+
+
+def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None = None) -> TokenLayout:
+    """Group of every position; image, crop, row, column and pixel box of every visual token.
+
+    Args:
+        model: a supported Hugging Face model object, or a `VLM`.
+        inputs: what the processor returned; `input_ids` `(batch, sequence)` and, if padded, `attention_mask`.
+        images: the original pictures in the order of the prompts (anything with `.size`), to get boxes in their pixels;
+            without them boxes are in pixels of the model's own view.
+
+    Raises:
+        DartLabError: an unsupported model, or a prompt that was cut inside an image.
+    """
+    model = model_of(model)
+    family = family_of(model)
+    if "input_ids" not in inputs:
+        raise DartLabError(f"layout needs input_ids; the inputs have {', '.join(inputs) or 'nothing'}")
+    ids = inputs["input_ids"]
+    visual = family.visual_mask(model, ids).cpu().numpy()
+    mask = inputs.get("attention_mask")
+    attended = np.ones_like(visual) if mask is None else mask.bool().cpu().numpy()
+    sizes = None if images is None else [image.size for image in images]
+    samples: list[VisualTokens] = []
+    first = 0
+    for row in visual:
+        position = np.flatnonzero(row)
+        if sizes is not None and len(position) and first >= len(sizes):
+            raise DartLabError(f"{len(sizes)} images were given, but the prompts hold more")
+        tokens, count = family.tokens(model, position, inputs, first, sizes)
+        samples.append(tokens)
+        first += count
+    return TokenLayout(groups(visual, attended), tuple(samples))

@@ -1,0 +1,244 @@
+"""Follow a model's forward passes: which tokens come in, which of them are visual, what the cache already holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dart_lab.errors import DartLabError
+from dart_lab.vlm import compat
+from dart_lab.vlm.families import Family
+from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
+from dart_lab.vlm.run import Sample
+from dart_lab.vlm.tap import Captured
+
+
+@dataclass(eq=False)
+class Cut:
+    """The sequence as it runs from one layer on.
+
+    `rows` `(batch, m)`: tokens of this pass that stay, ascending, right-aligned, -1 for the empty slots of rows that keep
+    fewer; `local`: the same counted within the sequence before the cut; `hollow`: there are empty slots.
+    """
+
+    layer: int
+    rows: Tensor
+    local: Tensor
+    hollow: bool
+
+
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of the decoder layers.
+
+    `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None: there
+    are none); `attended` `(batch, past + length)` marks real tokens (None: all). `held`: the columns that each shortened layer
+    holds after this pass, and whether some of its slots are empty.
+    """
+
+    past: int
+    length: int
+    visual: Tensor | None
+    attended: Tensor | None
+    samples: list[Sample] = field(default_factory=list)
+    layout: TokenLayout | None = None
+    step: int = 0
+    cuts: dict[int, Cut] = field(default_factory=dict)
+    captured: dict[int, Captured] = field(default_factory=dict)
+    held: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)
+    memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        """Columns after this pass."""
+        return self.past + self.length
+
+    def cut_at(self, layer: int) -> Cut | None:
+        """The cut that layer `layer` runs under."""
+        reached = [k for k in self.cuts if k <= layer]
+        return self.cuts[max(reached)] if reached else None
+
+
+@dataclass(eq=False)
+class Prompt:
+    """The last prompt that was run from its beginning; recognises the same prompt run again with more tokens behind."""
+
+    ids: Tensor
+    pixels: Tensor | None
+    visual: Tensor
+    current: Pass
+
+    def continues(self, ids: Tensor | None, pixels: Tensor | None) -> bool:
+        """True if `ids` (token ids or embeddings) are this prompt and something more, on the same pictures."""
+        if ids is None or ids.dim() != self.ids.dim() or ids.shape[0] != self.ids.shape[0]:
+            return False
+        before = self.ids.shape[1]
+        if ids.shape[1] <= before or not torch.equal(ids[:, :before], self.ids):
+            return False
+        return pixels is self.pixels or (pixels is not None and self.pixels is not None and torch.equal(pixels, self.pixels))
+
+
+class PassWatcher:
+    """Hooks that keep `current` (the running `Pass`) up to date; subclasses act in the decoder layers.
+
+    Args:
+        model: any supported Hugging Face model object, or a decoder together with `visual`.
+        family: the adapter; None for a decoder without pictures.
+        visual: `(batch, sequence)` bool, marks the visual tokens of callers that bring `inputs_embeds`.
+    """
+
+    def __init__(self, model: Any, family: Family | None, visual: Tensor | None) -> None:
+        self.model, self.family, self._given = model, family, visual
+        self.text = compat.text_model(model)
+        self.current: Pass | None = None
+        self.prompt: Prompt | None = None
+        self.images_seen = 0
+        self._ids: Tensor | None = None
+        self._pixels: Tensor | None = None
+        self._expand = 1
+        self._undo: list[Callable[[], None]] = []
+
+    def attach(self) -> None:
+        """Hang the hooks in."""
+        for module in (self.model, getattr(self.model, "model", None)):
+            if isinstance(module, nn.Module) and module is not self.text:
+                self._hook(module.register_forward_pre_hook(self._note_ids, with_kwargs=True))
+        self._hook(self.text.register_forward_pre_hook(self._begin, with_kwargs=True))
+        tower = compat.vision_tower(self.model)
+        if tower is not None:
+            self._hook(tower.register_forward_pre_hook(self._note_pixels, with_kwargs=True))
+        self._watch_expansion()
+
+    def detach(self) -> None:
+        """Take every hook out again; whatever others hung in stays."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _hook(self, handle: Any) -> None:
+        self._undo.append(handle.remove)
+
+    def _watch_expansion(self) -> None:
+        """Learn how often `generate` repeats each sample (beams, several returned sequences)."""
+        expand = getattr(self.model, "_expand_inputs_for_generation", None)
+        if expand is None or "_expand_inputs_for_generation" in vars(self.model):
+            return
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
+            return expand(*args, **kwargs)
+
+        self.model._expand_inputs_for_generation = noted
+        self._undo.append(lambda: vars(self.model).pop("_expand_inputs_for_generation", None))
+
+    def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        self._ids = ids if isinstance(ids, Tensor) else None
+
+    def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._pixels = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids, self._ids = self._ids, None
+        embeds = kwargs.get("inputs_embeds")
+        if ids is None:
+            ids = kwargs.get("input_ids", args[0] if args else None)
+        content: Tensor | None = embeds if ids is None else ids
+        if content is None:
+            self.current = None
+            return
+        cache, length = compat.cache_of(kwargs), content.shape[1]
+        past = compat.cached_length(cache)
+        mask = kwargs.get("attention_mask")
+        attended = mask.bool()[:, : past + length] if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        visual = self._visual(ids, content, past)
+        self.current = now = Pass(past, length, visual, attended)
+        if length == 1 and past:
+            self._refuse_right_padding(now)
+        if visual is None:
+            return
+        if cache is None and self.prompt is not None and self.prompt.continues(content, self._pixels):
+            now.samples, now.layout = self.prompt.current.samples, self.prompt.current.layout
+            now.step = self.prompt.current.step + content.shape[1] - self.prompt.ids.shape[1]
+            self.continue_prompt(now)
+        else:
+            self._place(now, visual, ids, kwargs)
+            if past == 0:
+                self.prompt = Prompt(content, self._pixels, visual, now)
+
+    def continue_prompt(self, now: Pass) -> None:
+        """Called instead of a new decision when a prompt is run again, without a cache, with more tokens behind."""
+
+    def _visual(self, ids: Tensor | None, content: Tensor, past: int) -> Tensor | None:
+        batch, length = content.shape[:2]
+        if self._given is not None:
+            given = self._given.to(content.device).bool()
+            if past == 0 and length >= given.shape[1] and batch % given.shape[0] == 0:
+                given = given.repeat_interleave(batch // given.shape[0], dim=0)
+                return torch.nn.functional.pad(given, (0, length - given.shape[1]))
+            return None
+        if ids is None or self.family is None or (length == 1 and past):
+            return None
+        visual = self.family.visual_mask(self.model, ids)
+        return visual if bool(visual.any()) else None
+
+    def _refuse_right_padding(self, now: Pass) -> None:
+        """A decode step behind padding would read the wrong positions; look once, at the first step."""
+        if now.attended is None or self.prompt is None or now.past != self.prompt.ids.shape[1]:
+            return
+        seen = now.attended[:, 1:] | ~now.attended[:, :-1]
+        if not bool(seen.all()):
+            raise DartLabError("the batch is padded on the right, so the model would continue after padding; set padding_side='left'")
+
+    def _place(self, now: Pass, marked: Tensor, ids: Tensor | None, kwargs: dict[str, Any]) -> None:
+        """Work out the layout and open one `Sample` for each prompt of the batch."""
+        visual = marked.cpu().numpy()
+        if ids is not None and now.past and self._given is None and visual[:, 0].any():
+            raise DartLabError("the prompt came in chunks that cut the image; pruning needs it whole: switch chunked prefill off")
+        attended = np.ones_like(visual) if now.attended is None else now.attended[:, now.past :].cpu().numpy()
+        samples = []
+        image = 0
+        for row in range(0, len(visual), self._expand):
+            position = np.flatnonzero(visual[row])
+            if self.family is None or ids is None:
+                tokens, images = unknown_place(position), 1
+            else:
+                tokens, images = self.family.tokens(self.model, position, kwargs, image, None)
+            samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
+            image += images
+        now.samples = samples
+        now.layout = TokenLayout(groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(self._expand)))
+
+    @property
+    def expand(self) -> int:
+        """Rows of the batch that belong to one sample."""
+        return self._expand
+
+    def seeds(self, now: Pass) -> tuple[int, ...]:
+        """One number a row: a fingerprint of the sample's token ids and pictures, whatever batch it came in."""
+        out: list[int] = []
+        image = 0
+        rows = self._pixels.shape[0] if self._pixels is not None else 0
+        images = sum(sample.images for sample in now.samples)
+        one_row_an_image = self.family is not None and self.family.pixel_rows(1) == 1
+        repeat = rows // images if one_row_an_image and images and rows % images == 0 else 0
+        for number, sample in enumerate(now.samples):
+            digest = hashlib.blake2b(digest_size=7)
+            if sample.token_ids is not None:
+                real = sample.token_ids
+                if now.attended is not None:
+                    real = real[now.attended[number * self._expand, now.past :].cpu().numpy()]
+                digest.update(np.ascontiguousarray(real, dtype=np.int64).tobytes())
+            elif self.prompt is not None:
+                digest.update(self.prompt.ids[number * self._expand].detach().float().cpu().numpy().tobytes())
+            if repeat and self._pixels is not None:
+                for picture in range(image, image + sample.images):
+                    digest.update(self._pixels[picture * repeat].detach().float().cpu().numpy().tobytes())
+            image += sample.images
+            out += [int.from_bytes(digest.digest(), "big")] * self._expand
+        return tuple(out)

@@ -1,0 +1,63 @@
+"""`select`: what several methods would keep, from one run of the layers before their stage and nothing after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.pruners.base import Pruner
+from dart_lab.pruners.signals import Signals
+from dart_lab.vlm.dropping import Dropper
+from dart_lab.vlm.insert import active, adapter_for, record
+from dart_lab.vlm.locate import model_of
+from dart_lab.vlm.run import Run, Sample
+
+
+class _Enough(Exception):
+    """Every method has been asked; the remaining layers need not run."""
+
+
+def select(
+    model: Any, inputs: Mapping[str, Any], pruners: Sequence[Pruner], *, visual: Tensor | None = None
+) -> list[Run]:
+    """Which tokens each method would keep, each of them on the unpruned sequence.
+
+    The picture is encoded once and the layers below the deepest stage run once; nothing after that runs, no token is generated.
+
+    Args:
+        model: a supported Hugging Face model object, or a `VLM`.
+        inputs: what the processor returned.
+        pruners: the methods; their layers may differ.
+        visual: as in `prune`.
+
+    Returns:
+        One `Run` a pruner, in the same order.
+
+    Raises:
+        DartLabError: no pruners, no visual tokens in the inputs, or as `prune`.
+    """
+    if not pruners:
+        raise DartLabError("select needs at least one pruner, for example DART(keep=64)")
+    model = model_of(model)
+    runs = [Run() for _ in pruners]
+    stages = sorted({pruner.stage.layer for pruner in pruners})
+
+    def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> None:
+        for run, pruner in zip(runs, pruners, strict=True):
+            if pruner.stage.layer == layer:
+                own = [Sample(sample.tokens, sample.token_ids, sample.images) for sample in samples]
+                record(run, pruner, pruner(signals), own, number)
+        if layer == stages[-1]:
+            raise _Enough
+
+    dropper = Dropper(model, adapter_for(model, visual), visual, stages=stages, decide=decide)
+    with active(model, dropper), torch.no_grad():
+        try:
+            model(**{**inputs, "use_cache": False})
+        except _Enough:
+            return runs
+    raise DartLabError("there is nothing to select: the inputs have no visual tokens (a text-only prompt?)")

@@ -1,0 +1,125 @@
+"""Read queries, keys and values of chosen layers beside the model's own attention kernel.
+
+The attention module of a tapped layer gets a copy of its config that names a function of ours; that function calls the
+model's own kernel with the same arguments and then lets an observer look. Other layers, other models that share the
+config, masks and outputs are untouched.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.vlm import compat
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """What one attention call received.
+
+    `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after rotary
+    embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    scaling: float
+
+
+class Tap:
+    """While active, call `observer(layer_index, Captured)` after each attention call of the given decoder layers."""
+
+    def __init__(self, model: Any, layers: Iterable[int], observer: Callable[[int, Captured], None]) -> None:
+        stack = compat.text_model(model).layers
+        self._modules = {index: compat.self_attention(stack[index]) for index in sorted(set(layers))}
+        self._observer = observer
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Tap:
+        try:
+            for index, module in self._modules.items():
+                self._attach(index, module)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+    def _attach(self, index: int, module: Any) -> None:
+        original = module.config
+        backend = compat.backend_of(module)
+        base = compat.attention_function(module, backend)
+
+        def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+            out = base(module, query, key, value, attention_mask, **kwargs)
+            scaling = kwargs.get("scaling")
+            self._observer(index, Captured(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling))
+            return out
+
+        registry = compat.attention_registry()
+        # flash kernels are recognised by their name, so it stays part of ours
+        name = next(n for n in (f"dart_lab_tap_{backend}_{i}" for i in itertools.count()) if n not in registry)
+        registry[name] = attention
+        self._undo.append(lambda: registry.pop(name))
+        shadow = copy.copy(original)
+        shadow._attn_implementation_internal = name
+        module.config = shadow
+
+        def restore() -> None:
+            if module.config is shadow:
+                module.config = original
+
+        self._undo.append(restore)
+
+
+def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
+    """Softmax rows of chosen queries, recomputed in float32 from what the kernel received.
+
+    Args:
+        captured: one attention call with `queries` rows `n` and `keys` columns.
+        queries: `(batch, q)` int64, which rows, counted within this call; negative entries give row 0.
+        past: columns that were cached before this call (row i sees columns ≤ past + i when no mask is given).
+
+    Returns:
+        `(batch, heads, q, keys)` float32; a row that sees nothing is all 0.
+    """
+    query, key = captured.query, captured.key
+    batch, heads, _, width = query.shape
+    kv_heads, keys = key.shape[1], key.shape[2]
+    index = queries.clamp(min=0)
+    rows = torch.gather(query, 2, index[:, None, :, None].expand(-1, heads, -1, width)).float()
+    rows = rows.view(batch, kv_heads, heads // kv_heads, index.shape[1], width)
+    logits = (rows @ key.float()[:, :, None].mT).view(batch, heads, index.shape[1], keys) * captured.scaling
+    blocked = _blocked(captured.mask, index, past, keys, query.shape[2])
+    if blocked.dtype == torch.bool:
+        logits = logits.masked_fill(blocked, float("-inf"))
+    else:
+        logits = logits + blocked
+    return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
+
+
+def _blocked(mask: Tensor | None, index: Tensor, past: int, keys: int, length: int) -> Tensor:
+    """What may not be seen by each row: `(batch, 1, q, keys)`, bool (True = blocked) or float (to be added)."""
+    column = torch.arange(keys, device=index.device)
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        mask = mask.expand(index.shape[0], -1, -1, -1)
+        rows = torch.gather(mask, 2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))[..., :keys]
+        return ~rows if rows.dtype == torch.bool else rows.float()
+    future = column > (past + index)[:, None, :, None]
+    if mask is None:
+        return future
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return future | ~mask[:, None, None, :keys].bool()
+    raise DartLabError(f"attention rows need a mask of 2 or 4 dimensions, got {type(mask).__name__}; use the sdpa or eager backend")
