@@ -57,7 +57,7 @@ class Pruner(ABC):
             raise DartLabError(f"{self.name}: keep is missing; give keep=128 (tokens) or keep=0.25 (retention ratio)")
         if isinstance(self.layer, bool) or not isinstance(self.layer, int) or self.layer < 1:
             raise DartLabError(
-                f"{self.name}: layer={self.layer!r}: pruning happens before decoder layer K ≥ 1, which looks at layer K-1"
+                f"{self.name}: layer={self.layer!r}: give a whole number K ≥ 1; pruning at K looks at layer K-1"
             )
         if self.budget not in ("exact", "official"):
             raise DartLabError(f"{self.name}: budget={self.budget!r}: expected 'exact' or 'official'")
@@ -71,7 +71,7 @@ class Pruner(ABC):
         return Stage("LLM_LAYER", self.layer)
 
     def asked(self, signals: Signals) -> Tensor:
-        """`(batch,)` int64: tokens to keep in each sample; -1 where `keep` is None, so that the method decides how many."""
+        """`(batch,)` int64: tokens to keep in each sample; -1 where `keep` is None and the method decides."""
         if self.keep is None:
             return torch.full_like(signals.counts, PAD)
         return resolve_keep(self.keep, signals.counts)

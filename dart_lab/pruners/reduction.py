@@ -24,7 +24,7 @@ class Reduction:
         size: `(batch,)` int64, how many visual tokens each sample had.
         asked: `(batch,)` int64, how many were to be kept; `-1` where a threshold decides the number.
         order: `(batch, m)` int64, the same tokens in the order in which they were chosen; None if there is no order.
-        score: `(batch, n)` float32, what the tokens were ranked by; NaN beyond a sample's size; None if nothing was ranked.
+        score: `(batch, n)` float32, what the tokens were ranked by; NaN beyond a sample's size; None if no ranking.
         notes: further tensors of the method (pivots, ε, bounds …), batch first.
 
     >>> r = Reduction(keep=torch.tensor([[0, 2]]), size=torch.tensor([4]), asked=torch.tensor([2]))
@@ -64,12 +64,12 @@ class Reduction:
         """Raise `DartLabError` unless the kept sets are sorted, unique, inside the image and over the right tokens."""
         if self.keep.dtype != torch.int64 or self.keep.dim() != 2:
             raise DartLabError(
-                f"{method}: keep must be int64 of shape (batch, m), got {self.keep.dtype} of shape {tuple(self.keep.shape)}"
+                f"{method}: keep must be int64 (batch, m), got {self.keep.dtype} of shape {tuple(self.keep.shape)}"
             )
         if not torch.equal(self.size.cpu(), size.cpu()):
             raise DartLabError(
-                f"{method}: the reduction covers {self.size.tolist()} tokens but the samples have {size.tolist()} visual "
-                "tokens; reduce visual tokens only, or text would be dropped"
+                f"{method}: the reduction covers {self.size.tolist()} tokens, {size.tolist()} are visual; "
+                "reduce visual tokens only, or text would be dropped"
             )
         for row, (indices, n) in enumerate(zip(self.keep.tolist(), size.tolist(), strict=True)):
             kept = [i for i in indices if i != PAD]
@@ -78,12 +78,14 @@ class Reduction:
             outside = [i for i in kept if not 0 <= i < n]
             if outside:
                 raise DartLabError(
-                    f"{method}: sample {row}: index {outside[0]} is out of the image, which has visual tokens 0 to {n - 1}"
+                    f"{method}: sample {row}: index {outside[0]} is out of span: visual tokens go from 0 to {n - 1}"
                 )
             if len(set(kept)) != len(kept):
                 raise DartLabError(f"{method}: sample {row}: a duplicate among the kept indices; keep each token once")
             if kept != sorted(kept):
-                raise DartLabError(f"{method}: sample {row}: unsorted kept indices; return them ascending, put the order of choice in order=")
+                raise DartLabError(
+                    f"{method}: sample {row}: unsorted kept indices; return them ascending and the order of choice as order"
+                )
 
 
 def mask_to_rows(mask: Tensor) -> Tensor:

@@ -48,8 +48,20 @@ def ascending(order: Tensor) -> Tensor:
     return torch.where(rows == last, PAD, rows)
 
 
+def padding_last(rows: Tensor) -> Tensor:
+    """Move the padding (-1) behind the indices of each row, whose order stays: `(batch, m)` → `(batch, largest count)`.
+
+    >>> padding_last(torch.tensor([[-1, 4, -1, 2], [7, -1, -1, -1]]))
+    tensor([[ 4,  2],
+            [ 7, -1]])
+    """
+    real = rows != PAD
+    moved = torch.gather(rows, 1, real.long().argsort(dim=1, descending=True, stable=True))
+    return moved[:, : int(real.sum(dim=1).max())] if len(rows) else moved
+
+
 def min_max(values: Tensor, valid: Tensor) -> Tensor:
-    """Scale each row to [0, 1] over its valid entries; a constant row becomes 0: `(batch, n)` → `(batch, n)` float32."""
+    """Scale each row of `(batch, n)` to [0, 1] over its valid entries, in float32; a constant row becomes 0."""
     values = values.float()
     low = torch.where(valid, values, float("inf")).min(dim=1, keepdim=True).values
     high = torch.where(valid, values, float("-inf")).max(dim=1, keepdim=True).values
