@@ -37,6 +37,7 @@ REQUIRED: dict[str, pa.DataType] = {
 OPTIONAL: dict[str, pa.DataType] = {
     "score": pa.float32(),
     "order": pa.int32(),
+    "step": pa.int32(),
     "position": pa.int32(),
     "token": pa.int32(),
     "kind": _LABEL,
