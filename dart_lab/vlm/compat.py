@@ -20,8 +20,16 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any | None:
     return next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
 
 
-def cached_length(cache: Any | None) -> int:
-    """Columns the cache held before this forward pass (layer 0, which no method shortens)."""
+def cached_length(kwargs: Mapping[str, Any]) -> int:
+    """Columns cached before this forward pass, from the text model's keyword arguments.
+
+    Layer 0 knows, since no method shortens it. Releases before 5.4 pass `cache_position`, which is right also for a static
+    cache whose padding has keys of zero.
+    """
+    position = kwargs.get("cache_position")
+    if isinstance(position, Tensor) and position.numel():
+        return int(position[0])
+    cache = cache_of(kwargs)
     return 0 if cache is None else int(cache.get_seq_length())
 
 

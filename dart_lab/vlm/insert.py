@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from dart_lab.pruners.signals import Signals
 from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.families import Family, family_of, find_family
 from dart_lab.vlm.locate import model_of
+from dart_lab.vlm.passes import PassWatcher
+from dart_lab.vlm.reranking import Reranker
 from dart_lab.vlm.run import Decision, Run, Sample
 
 if TYPE_CHECKING:
@@ -52,10 +55,7 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
     """
     model = model_of(model)
     run = Run()
-    dropper = Dropper(
-        model, adapter_for(model, visual), visual, stages=[pruner.stage.layer], decide=_decider(pruner, run)
-    )
-    with active(model, dropper):
+    with active(model, _watcher(model, pruner, visual, run)):
         yield run
     if not run.samples:
         warnings.warn(f"{pruner.name}: nothing was pruned: no prompt with visual tokens was run", DartLabWarning, stacklevel=3)
@@ -84,6 +84,15 @@ def active(model: Any, watcher: Any) -> Iterator[None]:
             stack[-1].attach()
         else:
             vars(model).pop(_ACTIVE, None)
+
+
+def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> PassWatcher:
+    """The hooks for a method: drop once, or, for a method with `rerank`, mask anew at every step."""
+    family = adapter_for(model, visual)
+    if getattr(pruner, "rerank", False):
+        run.mode = "mask"
+        return Reranker(model, family, visual, pruner=pruner, record=partial(record, run, pruner))
+    return Dropper(model, family, visual, stages=[pruner.stage.layer], decide=_decider(pruner, run))
 
 
 def _decider(pruner: Pruner, run: Run) -> Any:

@@ -38,7 +38,7 @@ def mask_drop(model: Any, hidden: Tensor, *, layer: int) -> Iterator[None]:
     state: dict[str, Any] = {}
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state["past"] = compat.cached_length(compat.cache_of(kwargs))
+        state["past"] = compat.cached_length(kwargs)
         state["attended"] = kwargs.get("attention_mask")
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -153,7 +153,7 @@ class PassWatcher:
             self.current = None
             return
         cache, length = compat.cache_of(kwargs), content.shape[1]
-        past = compat.cached_length(cache)
+        past = compat.cached_length(kwargs)
         mask = kwargs.get("attention_mask")
         attended = mask.bool()[:, : past + length] if isinstance(mask, Tensor) and mask.dim() == 2 else None
         visual = self._visual(ids, content, past)

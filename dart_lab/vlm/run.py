@@ -61,7 +61,7 @@ class Run:
     """Everything `prune` recorded, sample by sample in the order in which the model saw them.
 
     With beams or several returned sequences a sample counts once. A step without KV cache that runs the same prompt again
-    is not a new sample.
+    is not a new sample. `mode` is "drop" (decided once, on the prompt) or "mask" (ranked anew at every step).
     """
 
     samples: list[Sample] = field(default_factory=list)
