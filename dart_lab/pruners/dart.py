@@ -59,11 +59,11 @@ class DART(Pruner):
     >>> DART(keep=2, image_pivots=1, text_pivots=1)(signals).keep
     tensor([[0, 2]])
 
-    Differs from the official code in: the budget ("exact" keeps N, not N + image_pivots − remainder); the pivots' order;
+    Differs from the official code in: the budget ("exact" keeps N, not image_pivots + P·⌊N/P⌋); the pivots' order;
     ties go to the lower index and are decided in float32; any batch size, each sample with its own image and question;
     a short question is no error. `budget="official"` follows the released code in the first two and in the last.
-    Differs from the paper in: disjoint quotas in place of a threshold (`epsilon` gives the paper's sets); the pivots kept
-    are the image's, as all text stays anyway.
+    Differs from the paper in: disjoint quotas in place of a threshold (`epsilon` gives the paper's sets); the pivots
+    kept are the image's, as all text stays anyway.
     """
 
     name: ClassVar[str] = "dart"

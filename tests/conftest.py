@@ -1,0 +1,14 @@
+"""Options that all tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--golden", type=Path, default=None, metavar="DIR",
+        help="folder of golden cases; default: ../shared/golden beside the repository, else tests/data/golden",
+    )
