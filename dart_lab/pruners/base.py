@@ -19,12 +19,22 @@ from dart_lab.pruners.signals import Signals
 BudgetMode = Literal["exact", "official"]
 
 
+StageKind = Literal["VIT_BLOCK", "VISION_OUT", "PROJECTED", "LLM_IN", "LLM_LAYER", "POST_PREFILL_CACHE"]
+PositionPolicy = Literal["original", "compact"]
+
+
 @dataclass(frozen=True)
 class Stage:
-    """Where a method acts. `LLM_LAYER` with `layer=K`: before decoder layer K, looking at layer K−1."""
+    """Where a method acts.
 
-    kind: Literal["LLM_LAYER"]
-    layer: int
+    `VIT_BLOCK` inside vision block `layer`, between attention and MLP; `VISION_OUT` on the features the tower hands to
+    the projector, with its class token if it has one; `PROJECTED` on the projected features of each crop; `LLM_IN` on
+    the packed input embeddings; `LLM_LAYER` before decoder layer `layer`, looking at the layer before it;
+    `POST_PREFILL_CACHE` on every layer's KV cache once the prompt has run.
+    """
+
+    kind: StageKind
+    layer: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,12 +47,14 @@ class Pruner(ABC):
         seed: for methods that draw. Same seed and sample, same kept set, whatever the batch.
         budget: "exact" keeps what was asked; "official" what the authors' released code keeps (see each method).
 
-    Subclasses set `name`, `needs` (names of the signals they ask for) and implement `reduce`.
-    Raises `DartLabError` for parameters out of range.
+    Subclasses set `name`, `needs` (names of the signals they ask for) and implement `reduce`; where it is not the
+    default, they also set `positions`: "original" (every token keeps its rotary position) or "compact" (renumbered
+    without gaps). Raises `DartLabError` for parameters out of range.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]]
+    positions: ClassVar[PositionPolicy] = "original"
     paper: ClassVar[str] = ""
 
     keep: int | float | None = None
@@ -69,6 +81,10 @@ class Pruner(ABC):
     def stage(self) -> Stage:
         """Where this method acts."""
         return Stage("LLM_LAYER", self.layer)
+
+    def parts(self) -> tuple[Pruner, ...]:
+        """The single-stage methods this one consists of, in the order of their stages; itself, if it has one stage."""
+        return (self,)
 
     def asked(self, signals: Signals) -> Tensor:
         """`(batch,)` int64: tokens to keep in each sample; -1 where `keep` is None and the method decides."""

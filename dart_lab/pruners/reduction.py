@@ -115,7 +115,7 @@ class Reduction:
         return self.weights() != 0
 
     def slot_sizes(self, before: Tensor | None = None) -> Tensor:
-        """`(batch, m)` float32: patches each slot stands for; input tokens stood for `before` `(batch, n)` (None: 1)."""
+        """`(batch, m)` float32: patches each slot stands for, its inputs `before` `(batch, n)` (None: 1 each)."""
         if self.sizes is not None:
             return self.sizes
         members = self.members().float()

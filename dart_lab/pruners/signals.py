@@ -5,29 +5,46 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.pruners.reduction import PAD
+from dart_lab.pruners.reduction import gather_tokens as gather_tokens
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Signals:
-    """The input of a method at the stage before decoder layer K ("sequence" is the sequence as layer K receives it).
+    """The input of a method at its stage. "Sequence" is the sequence as it is there, after the stages before it.
 
     Attributes:
         visual: `(batch, n)` int64, position in the sequence of every visual token, ascending, `-1` after the end.
         attended: `(batch, sequence)` bool, True for real tokens, False for padding.
-        providers: name → function that computes the tensor. Names used by the methods here:
+        providers: name → function that computes the tensor. At `LLM_LAYER`, K being the layer:
             `hidden` () → `(batch, sequence, channels)`, output of layer K−1;
             `normed` () → the same through the model's final norm;
+            `embeds` () → `(batch, sequence, channels)`, the input embeddings of the same tokens (before layer 0);
+            `delta` () → `(batch, sequence, channels)`, output minus input of layer K−1;
             `keys`, `values` () → `(batch, kv_heads, sequence, head_dim)` of layer K−1, after rotary embedding;
-            `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1.
-        grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if unknown.
-        sample_seeds: () → one integer a sample, the same whatever the batch, for methods that draw; None: the row number.
+            `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1;
+            `attention_ahead` (queries) → the same of layer K, computed on the states before it;
+            `received` () → `(batch, sequence)` float32, attention received in layer K−1: mean over heads, summed over
+            real queries.
+            At `VISION_OUT` a row of the batch is one crop and the sequence is the tower's, class token included:
+            `hidden` is the output of the feature layer, `keys`, `values`, `attention`, `received` belong to the block
+            that made it, `attention@L` to block L (0-based). At `PROJECTED` `hidden` is the projector's output and the
+            sequence has no class token.
+            At `LLM_IN` there is `hidden`, the packed input embeddings.
+            At `VIT_BLOCK(l)`: `hidden` (after attention and its residual), `keys`, `attention`, `received` of block l,
+            and `sizes` () → `(batch, sequence)` float32, patches each token stands for.
+        cls: `(batch,)` int64, position of the class token in a vision tower's sequence; None: there is none.
+        original: `(batch,)` int64, visual tokens of each sample before any stage; None: as many as there are now.
+        grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if
+            unknown.
+        sample_seeds: () → one integer a sample, the same whatever the batch, for methods that draw; None: the row
+            number.
 
     >>> s = Signals.of(visual=torch.tensor([[1, 2]]), hidden=torch.zeros(1, 4, 8))
     >>> s.counts, s.text
@@ -37,6 +54,8 @@ class Signals:
     visual: Tensor
     attended: Tensor
     providers: Mapping[str, Callable[..., Tensor]]
+    cls: Tensor | None = None
+    original: Tensor | None = None
     grid: Tensor | None = None
     sample_seeds: Callable[[], tuple[int, ...]] | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -44,26 +63,26 @@ class Signals:
     @classmethod
     def of(
         cls, *, visual: Tensor, attended: Tensor | None = None, grid: Tensor | None = None,
-        sample_seeds: tuple[int, ...] = (), attention: Tensor | None = None, **tensors: Tensor,
+        class_token: Tensor | None = None, original: Tensor | None = None, sample_seeds: tuple[int, ...] = (),
+        **tensors: Tensor,
     ) -> Signals:
         """Build signals from plain tensors, for tests and notebooks.
 
-        `attention` is the whole map `(batch, heads, sequence, sequence)`; the other names are given as tensors.
+        `attention`, `attention_ahead` and `attention@L` are whole maps `(batch, heads, sequence, sequence)`; the other
+        names are given as they come out.
         """
-        providers: dict[str, Callable[..., Tensor]] = {name: (lambda t=t: t) for name, t in tensors.items()}
-        if attention is not None:
-            full = attention
-            providers["attention"] = lambda queries: torch.gather(
-                full, 2, queries.clamp(min=0)[:, None, :, None].expand(-1, full.shape[1], -1, full.shape[3])
-            )
+        providers: dict[str, Callable[..., Tensor]] = {}
+        for name, tensor in tensors.items():
+            providers[name] = partial(_rows, tensor) if name.startswith("attention") else partial(_same, tensor)
         if attended is None:
-            length = next(
-                (t.shape[1] if name in ("hidden", "normed") else t.shape[2] for name, t in tensors.items()),
-                attention.shape[-1] if attention is not None else int(visual.max()) + 1,
-            )
+            by_row = [t.shape[1] for name, t in tensors.items() if name in _BY_SEQUENCE]
+            length = (by_row or [t.shape[2] for t in tensors.values()] or [int(visual.max()) + 1])[0]
             attended = torch.ones(visual.shape[0], length, dtype=torch.bool, device=visual.device)
         seeds = (lambda: sample_seeds) if sample_seeds else None
-        return cls(visual=visual, attended=attended, providers=providers, grid=grid, sample_seeds=seeds)
+        return cls(
+            visual=visual, attended=attended, providers=providers, cls=class_token, original=original, grid=grid,
+            sample_seeds=seeds,
+        )
 
     @cached_property
     def valid(self) -> Tensor:
@@ -76,8 +95,13 @@ class Signals:
         return self.valid.sum(dim=1)
 
     @cached_property
+    def before(self) -> Tensor:
+        """`(batch,)` int64: visual tokens of each sample before any stage."""
+        return self.counts if self.original is None else self.original
+
+    @cached_property
     def text(self) -> Tensor:
-        """`(batch, t)` int64: positions of the real tokens after the last visual one (the question), `-1` after the end."""
+        """`(batch, t)` int64: positions of the real tokens after the last visual one, the question; `-1` at the end."""
         length = self.attended.shape[1]
         position = torch.arange(length, device=self.visual.device)
         after = self.attended & (position > self.visual.max(dim=1).values[:, None])
@@ -97,13 +121,16 @@ class Signals:
             self._cache[name] = self._provider(name)()
         return self._cache[name]
 
-    def attention(self, queries: Tensor) -> Tensor:
-        """Attention rows of `queries` `(batch, q)`, over the whole sequence: `(batch, heads, q, sequence)` float32."""
-        return self._provider("attention")(queries)
+    def attention(self, queries: Tensor, *, of: str = "attention") -> Tensor:
+        """Attention rows of `queries` `(batch, q)`, over the whole sequence: `(batch, heads, q, sequence)` float32.
 
-    def attention_to_visual(self, queries: Tensor) -> Tensor:
+        `of` names the map: "attention" of the stage's own layer, "attention_ahead", or "attention@L" of another block.
+        """
+        return self._provider(of)(queries)
+
+    def attention_to_visual(self, queries: Tensor, *, of: str = "attention") -> Tensor:
         """Attention rows of `queries` onto the visual tokens: `(batch, heads, q, n)` float32, 0 at padding."""
-        rows = self.attention(queries)
+        rows = self.attention(queries, of=of)
         index = self.visual.clamp(min=0)[:, None, None, :].expand(-1, rows.shape[1], rows.shape[2], -1)
         return torch.gather(rows, 3, index).masked_fill(~self.valid[:, None, None, :], 0.0)
 
@@ -119,6 +146,14 @@ class Signals:
         return self.providers[name]
 
 
-def gather_tokens(states: Tensor, positions: Tensor) -> Tensor:
-    """Pick tokens: states `(batch, sequence, channels)`, positions `(batch, m)` → `(batch, m, channels)`; -1 gives token 0."""
-    return torch.gather(states, 1, positions.clamp(min=0)[:, :, None].expand(-1, -1, states.shape[2]))
+_BY_SEQUENCE = ("hidden", "normed", "embeds", "delta", "received", "sizes")  # tensors whose axis 1 is the sequence
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _rows(attention: Tensor, queries: Tensor) -> Tensor:
+    """Rows `(batch, q)` of a whole map `(batch, heads, sequence, sequence)`."""
+    index = queries.clamp(min=0)[:, None, :, None].expand(-1, attention.shape[1], -1, attention.shape[3])
+    return torch.gather(attention, 2, index)
