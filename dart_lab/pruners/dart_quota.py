@@ -61,7 +61,7 @@ def official_quota(keep: int | float, size: Tensor, image_pivots: int, real: Ten
         if path != "epic" and p * each > left:
             raise DartLabError(
                 f"dart: the released code cannot keep {keep} of {n} visual tokens: {p} pivots of {each} tokens "
-                f"exceed the {left} that are not pivots; give keep={_nearest(keep, n, p, left)} or less, or exact budget"
+                f"exceed the {left} that are no pivots; give keep={_nearest(keep, n, p, left)} or less, or exact budget"
             )
     return quota
 

@@ -64,7 +64,8 @@ def check_parity(case: Case, got: Reduction, signals: Signals, start: int) -> No
         assert torch.equal(got.order[0, :images] + start, want["image_pivots_by_norm_desc"])
         assert set(want["text_pivots_by_norm_desc"].tolist()) <= set(got.notes["pivots"][0].tolist())
     if "picks_per_round" in want:
-        assert torch.equal(got.order[0, images:].reshape(want["picks_per_round"].shape) + start, want["picks_per_round"])
+        picks = want["picks_per_round"]
+        assert torch.equal(got.order[0, images:].reshape(picks.shape) + start, picks)
     if "per_pivot_quota" in want:
         assert set(got.notes["quota"][0].tolist()) == {want["per_pivot_quota"]}
     if "key_l1_image" in want:
@@ -83,7 +84,7 @@ def full_sequence(got: Reduction, signals: Signals) -> Tensor:
 
 def check_refusal(pruner: DART, signals: Signals) -> None:
     """Where the released code crashes, its budget is refused with a way out, and the exact budget works."""
-    with pytest.raises(DartLabError, match="budget='exact'|exact budget|give"):
+    with pytest.raises(DartLabError, match="exact"):
         pruner(signals)
     wanted = pruner.keep if pruner.reduction_ratio is None else max(1 - pruner.reduction_ratio, 1e-9)
     exact = DART(keep=wanted, image_pivots=pruner.image_pivots, text_pivots=pruner.text_pivots)
@@ -96,8 +97,9 @@ def check_where_official_is_wrong(case: Case, pruner: DART, signals: Signals, st
     got = pruner(signals)
     assert got.counts.tolist() == [case.outputs["n_kept"]] * len(got.keep)
     for row in range(len(got.keep)):
+        span = range(start, start + int(got.size[row]))
         twin = dart_twin(
-            case.inputs["last_layer_state"][row], case.inputs["key_states"][row], range(start, start + int(got.size[row])),
+            case.inputs["last_layer_state"][row], case.inputs["key_states"][row], span,
             quotas=got.notes["quota"][row].tolist(), pivots=got.notes["pivots"][row].tolist(),
         )
         assert got.keep[row].tolist() == [position - start for position in twin]
