@@ -1,0 +1,258 @@
+"""`load`: "tiny", a folder or a hub id becomes a model with its processor, ready for pictures and questions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from dart_lab.errors import DartLabError, did_you_mean
+from dart_lab.vlm.families import family_of, supported_model_types
+from dart_lab.vlm.vlm import VLM
+
+#: Models that come with the package: name → folder beside the package's own files.
+PACKAGED = {"tiny": Path(__file__).parents[1] / "tiny" / "checkpoint"}
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_SECONDS = 10
+_UNREACHABLE = {
+    "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException",
+}
+_DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> VLM:
+    """Load a vision-language model and its processor.
+
+    Args:
+        name: "tiny" (comes with the package, works offline), a folder in the hub's format, or a hub id `owner/name`.
+        revision: branch, tag or commit of a hub id. Default: its main branch.
+        dtype: "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU, where half precision
+            is slow and inexact; or "float32", "float16", "bfloat16", "float64", or a `torch.dtype`.
+        device: "cpu", "cuda", "cuda:1" … Default: the GPU if there is one.
+        trust_remote_code: run code that comes with the checkpoint. Default False; leave it so unless you trust the
+            author.
+
+    Returns:
+        A `VLM` in evaluation mode. Weights are read from safetensors only.
+
+    Raises:
+        DartLabError: unknown name, no such folder, no config, weights or processor in it, weights that do not fit the
+            config, an unsupported model type, a hub that cannot be reached, an unknown dtype or device.
+
+    >>> import dart_lab as dl
+    >>> vlm = dl.load("tiny")
+    >>> vlm.name, vlm.family.name
+    ('tiny', 'llava')
+    """
+    name = os.fspath(name)
+    place = _device(device)
+    wanted = _dtype(dtype)
+    check_model_name(name, revision=revision)
+    folder = PACKAGED.get(name, Path(name).expanduser())
+    local = folder.is_dir()
+    source = str(folder) if local else name
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    with _quiet(), _one_line_errors(name):
+        options["local_files_only"] = local or not _hub_answers(name, revision)
+        model = _model(source, name, place, wanted, options)
+        processor = _processor(source, name, options)
+    return VLM(
+        model=model.to(place), processor=processor, name=name, family=family_of(model), folder=_folder(source, model)
+    )
+
+
+def check_model_name(name: str, *, revision: str | None = None) -> None:
+    """Raise `DartLabError` for a name that cannot be loaded, without loading anything or asking the hub.
+
+    Args:
+        name: as in `load`.
+        revision: as in `load`; only hub ids have revisions.
+    """
+    if not name.strip():
+        raise DartLabError("the model's name is empty; give 'tiny', a folder or a hub id")
+    folder = PACKAGED.get(name, Path(name).expanduser())
+    if name in PACKAGED and not (folder / "config.json").is_file():
+        raise DartLabError(f"model {name!r} is not in this installation; install dart-lab again")
+    if folder.is_dir():
+        if revision is not None:
+            raise DartLabError(f"revision={revision!r}: {name} is a folder and has no revisions; leave it out")
+        _check_folder(folder, name)
+    elif folder.is_file():
+        raise DartLabError(f"{name} is a file; give the folder that holds config.json and the weights")
+    elif name.startswith((".", "~", os.sep)) or name.count("/") > 1:
+        raise DartLabError(f"{name}: no such folder; check the path")
+    elif not _HUB_ID.fullmatch(name):
+        raise DartLabError(
+            f"unknown model {name!r}. {did_you_mean(name, PACKAGED)} A folder must exist; a hub id is owner/name"
+        )
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise DartLabError(f"{name} has no config.json; give a folder in the hub's format (made with save_pretrained)")
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DartLabError(f"{config} is not valid JSON ({error}); save the model again") from None
+    check_model_type(content.get("model_type") if isinstance(content, dict) else None, name)
+    if not any(folder.glob("*.safetensors")):
+        if any(file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)):
+            raise DartLabError(f"{name} holds only pickled weights, which can run code; save it again as safetensors")
+        raise DartLabError(f"{name} holds no weights (*.safetensors); save the model again with save_pretrained")
+
+
+def check_model_type(model_type: object, name: str) -> None:
+    """Raise `DartLabError` unless dart-lab has an adapter for this `model_type`."""
+    known = supported_model_types()
+    if model_type not in known:
+        given = "nothing" if model_type is None else repr(model_type)
+        raise DartLabError(
+            f"{name}: model_type is {given}, which is not supported. {did_you_mean(str(model_type), known)}"
+        )
+
+
+def _model(source: str, name: str, place: torch.device, wanted: torch.dtype | None, options: dict[str, Any]) -> Any:
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(source, **options)
+    check_model_type(config.model_type, name)
+    if wanted is None:
+        own = getattr(config, "dtype", None)
+        wanted = torch.float32 if place.type == "cpu" and own in (torch.float16, "float16") else None
+    model, report = AutoModelForImageTextToText.from_pretrained(
+        source, dtype=wanted or "auto", use_safetensors=True, output_loading_info=True, **options
+    )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise DartLabError(
+            f"{name}: {len(missing)} weights are missing ({missing[0]} …), the model would answer at random; "
+            "save or download it again"
+        )
+    return model.eval()
+
+
+def _processor(source: str, name: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoProcessor
+
+    processor = AutoProcessor.from_pretrained(source, **options)
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None or getattr(processor, "image_processor", None) is None:
+        raise DartLabError(f"{name} has no processor for pictures and text; add it with processor.save_pretrained")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processor
+
+
+def _hub_answers(name: str, revision: str | None) -> bool:
+    """One short question to the hub, so that nobody waits for a long row of retries; False if it cannot be reached."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, revision=revision, timeout=_HUB_SECONDS)
+    except Exception as error:
+        if _class_names(error) & _UNREACHABLE:
+            return False
+        raise DartLabError(f"{name}: {_explain(error)}") from error
+    return True
+
+
+def _folder(source: str, model: Any) -> Path | None:
+    """Where the files lie: the folder itself, or the hub's snapshot in the cache."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        here = ", ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
+        raise DartLabError(f"device={str(device)!r} cannot be used here; available: {here}") from error
+    return found
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The type as torch knows it; None for "auto"."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise DartLabError(f"dtype={str(dtype)!r} is not supported. {did_you_mean(name, _DTYPES)}")
+    return None if name == "auto" else getattr(torch, name)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No log lines and no progress bars of transformers meanwhile."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _one_line_errors(name: str) -> Iterator[None]:
+    """Turn what transformers and the hub raise into one line that says what to do."""
+    try:
+        yield
+    except DartLabError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        raise DartLabError(f"{name}: {_explain(error)}") from error
+
+
+def _explain(error: BaseException) -> str:
+    causes = _class_names(error)
+    text = " ".join(str(error).split())
+    if "GatedRepoError" in causes:
+        return "the hub asks for your consent; accept the licence on its page and log in with `hf auth login`"
+    if "RevisionNotFoundError" in causes:
+        return "the hub has no such revision; check the branch, tag or commit"
+    if causes & _UNREACHABLE:
+        return "not on this disk, and the hub cannot be reached; connect, or give a folder (or the model 'tiny')"
+    if "RepositoryNotFoundError" in causes:
+        return "neither a folder nor a model on the hub; check the spelling (private models need `hf auth login`)"
+    if "trust_remote_code" in text:
+        return "this checkpoint needs its own code; read it, then give trust_remote_code=True"
+    if "torchvision" in text.lower():
+        return "its processor needs torchvision, which is not installed; use a model of another family"
+    return f"cannot be loaded ({text[:300]}); check that the folder or hub id holds a whole model"
+
+
+def _class_names(error: BaseException) -> set[str]:
+    """Names of the classes of an error and of all that led to it."""
+    names: set[str] = set()
+    link: BaseException | None = error
+    while link is not None:
+        names.update(cls.__name__ for cls in type(link).__mro__)
+        link = link.__cause__ or link.__context__
+    return names

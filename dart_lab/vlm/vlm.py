@@ -1,0 +1,221 @@
+"""A model with its processor: pictures and questions in, answers out, and where it all came from."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError, DartLabWarning
+from dart_lab.vlm import compat
+from dart_lab.vlm.families import Family
+from dart_lab.vlm.images import check_aspect, open_image, to_rgb
+from dart_lab.vlm.locate import layout
+from dart_lab.vlm.prompts import build_prompts, prompt_template
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    Picture = Image | str | Path
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VLM:
+    """What `load` returns.
+
+    Attributes:
+        model: the Hugging Face model object, in evaluation mode.
+        processor: its processor; pads on the left.
+        name: as given to `load`.
+        family: the adapter of its model family.
+        folder: where its files lie; None if that is unknown.
+    """
+
+    model: Any
+    processor: Any
+    name: str
+    family: Family
+    folder: Path | None = None
+
+    def prepare(self, images: Sequence[Picture | Sequence[Picture] | None], questions: Sequence[str]) -> Any:
+        """The model's inputs for a batch: `input_ids`, `attention_mask` `(batch, sequence)`, pictures; left padded.
+
+        Args:
+            images: one entry a question: a picture (Pillow image or path), a list of pictures, or None for no picture.
+            questions: `(batch,)` texts; each goes into the chat template, or the family's plain prompt.
+
+        Returns:
+            A `BatchFeature` on the model's device, ready for `model(**inputs)` and `model.generate(**inputs)`.
+
+        Raises:
+            DartLabError: no questions, lengths that differ, an empty question, something that is not a picture, or a
+                prompt whose image span was cut.
+        """
+        pictures = self._pictures(images, questions)
+        prompts = build_prompts(self.processor, self.family, questions, [len(own) for own in pictures])
+        bos = self.processor.tokenizer.bos_token
+        whole = bos is not None and all(prompt.startswith(bos) for prompt in prompts)
+        try:
+            inputs = self.processor(
+                images=pictures if any(pictures) else None, text=prompts, return_tensors="pt", padding=True,
+                padding_side="left", add_special_tokens=not whole,
+            )
+        except ValueError as error:
+            raise DartLabError(f"the processor refused the batch ({' '.join(str(error).split())[:300]})") from error
+        self._check_whole(inputs, pictures)
+        return inputs.to(self.model.device, dtype=self.model.dtype)
+
+    def ask(
+        self, images: Sequence[Picture | Sequence[Picture] | None], questions: Sequence[str], *,
+        max_new_tokens: int = 32, batch_size: int = 8,
+    ) -> list[str]:
+        """Answer each question about its picture, greedily.
+
+        Args:
+            images: as in `prepare`.
+            questions: as in `prepare`.
+            max_new_tokens: length at which an answer is cut. Default 32.
+            batch_size: questions in one pass. Default 8.
+
+        Returns:
+            One answer a question.
+
+        Raises:
+            DartLabError: as `prepare`.
+        """
+        _check_lengths(images, questions)
+        answers: list[str] = []
+        for start in range(0, len(questions), batch_size):
+            batch = slice(start, start + batch_size)
+            answers += self.answers(self.prepare(images[batch], questions[batch]), max_new_tokens=max_new_tokens)
+        return answers
+
+    def answers(self, inputs: Mapping[str, Any], *, max_new_tokens: int = 32) -> list[str]:
+        """Generate from prepared inputs, greedily, and decode what is new.
+
+        Raises:
+            DartLabError: right padding, after which a model continues from padding instead of the prompt.
+        """
+        check_left_padding(inputs)
+        with torch.inference_mode():
+            out = self.model.generate(
+                **inputs, max_new_tokens=max_new_tokens, do_sample=False,
+                pad_token_id=self.processor.tokenizer.pad_token_id,
+            )
+        new = out[:, inputs["input_ids"].shape[1] :]
+        return [text.strip() for text in self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)]
+
+    def provenance(self) -> dict[str, Any]:
+        """Where numbers of this model come from, as plain JSON values.
+
+        Keys: model, model_type, revision (commit of a hub model), weights_sha256, parameters, dtype, device, attention
+        (the kernel that the text model really uses), vision_attention, prompt, versions.
+        """
+        import transformers
+
+        import dart_lab
+
+        tower = compat.vision_tower(self.model)
+        return {
+            "model": self.folder.resolve().name if self.folder == Path(self.name).expanduser() else self.name,
+            "model_type": str(self.model.config.model_type),
+            "revision": getattr(self.model.config, "_commit_hash", None),
+            "weights_sha256": self.weights_sha256,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "device": self.model.device.type,
+            "attention": compat.backend_of(compat.text_model(self.model)),
+            "vision_attention": None if tower is None else compat.backend_of(tower),
+            "prompt": prompt_template(self.processor, self.family),
+            "versions": {
+                "dart_lab": dart_lab.__version__, "transformers": transformers.__version__, "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+
+    @cached_property
+    def weights_sha256(self) -> str | None:
+        """SHA-256 of the weights file; of the sorted list of their hashes where there are several; None if unknown."""
+        files = [] if self.folder is None else sorted(self.folder.glob("*.safetensors"))
+        hashes = [_sha256(file) for file in files]
+        if len(hashes) < 2:
+            return hashes[0] if hashes else None
+        return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
+
+    def _pictures(self, images: Sequence[Any], questions: Sequence[str]) -> list[list[Image]]:
+        _check_lengths(images, questions)
+        return [
+            [_picture(one, f"picture {number}") for one in _as_list(entry)] for number, entry in enumerate(images)
+        ]
+
+    def _check_whole(self, inputs: Mapping[str, Any], pictures: list[list[Image]]) -> None:
+        visual = self.family.visual_mask(self.model, inputs["input_ids"]).any(dim=1).tolist()
+        found = [int(present) for present in visual]
+        if all(visual):
+            found = [int(sample.image.max()) + 1 for sample in layout(self.model, inputs).samples]
+        for number, (given, own) in enumerate(zip(found, pictures, strict=True)):
+            if given != len(own) and (all(visual) or not (given and own)):
+                raise DartLabError(
+                    f"question {number} has {len(own)} pictures but its prompt holds {given}: the processor cut it; "
+                    "shorten the question or give fewer pictures"
+                )
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        length = inputs["input_ids"].shape[1]
+        if limit is not None and length > limit:
+            warnings.warn(
+                f"the prompt has {length} tokens, the model was made for {limit}; shorten it or give fewer pictures",
+                DartLabWarning, stacklevel=3,
+            )
+
+
+def check_left_padding(inputs: Mapping[str, Any]) -> None:
+    """Raise `DartLabError` if a row of `attention_mask` `(batch, sequence)` ends in padding."""
+    mask: Tensor | None = inputs.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and not bool(mask[:, -1].bool().all()):
+        raise DartLabError(
+            "the batch is padded on the right, where generation would continue from padding; "
+            "set processor.tokenizer.padding_side = 'left' and prepare it again"
+        )
+
+
+def _check_lengths(images: Sequence[Any], questions: Sequence[str]) -> None:
+    for name, given in (("images", images), ("questions", questions)):
+        if isinstance(given, str) or not isinstance(given, Sequence):
+            raise DartLabError(f"{name} is a {type(given).__name__}; give a list with one entry a question")
+    if not questions:
+        raise DartLabError("there are no questions; give at least one")
+    if len(images) != len(questions):
+        raise DartLabError(f"{len(images)} images but {len(questions)} questions; give one entry of images a question")
+
+
+def _as_list(entry: Any) -> list[Any]:
+    if entry is None:
+        return []
+    return list(entry) if isinstance(entry, (list, tuple)) else [entry]
+
+
+def _picture(given: Any, name: str) -> Image:
+    from PIL import Image
+
+    if isinstance(given, (str, Path)):
+        picture = open_image(given)
+        name = str(given)
+    elif isinstance(given, Image.Image):
+        picture = to_rgb(given, name=name)
+    else:
+        raise DartLabError(f"{name} is a {type(given).__name__}; give a Pillow image or the path of a picture")
+    check_aspect(picture, name=name)
+    return picture
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
