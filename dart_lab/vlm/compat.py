@@ -23,8 +23,8 @@ def cache_of(kwargs: Mapping[str, Any]) -> Any | None:
 def cached_length(kwargs: Mapping[str, Any]) -> int:
     """Columns cached before this forward pass, from the text model's keyword arguments.
 
-    Layer 0 knows, since no method shortens it. Releases before 5.4 pass `cache_position`, which is right also for a static
-    cache whose padding has keys of zero.
+    Layer 0 knows, since no method shortens it. Releases before 5.4 pass `cache_position`, which is right also for a
+    static cache whose padding has keys of zero.
     """
     position = kwargs.get("cache_position")
     if isinstance(position, Tensor) and position.numel():
@@ -111,9 +111,17 @@ def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tens
     raise DartLabError(f"attention backend {backend!r} cannot take a batch whose rows keep different numbers; use sdpa")
 
 
-def crop_takes_length(layer: Any) -> bool:
-    """True for releases whose `crop(n)` means "leave n columns"; later ones mean "remove −n"."""
-    return "max_length" in type(layer).__mro__[0].crop.__code__.co_varnames
+PREFILL_METHODS = ("_prefill", "_prefill_chunking")  # of a model with `generate`: from 5.0 on, and before
+
+
+def refuse_chunks(*args: Any, **kwargs: Any) -> None:
+    """Raise `DartLabError` if one of these arguments is a generation config that feeds the prompt in chunks."""
+    for value in (*args, *kwargs.values()):
+        size = getattr(value, "prefill_chunk_size", None)
+        if size is not None:
+            raise DartLabError(
+                f"prefill_chunk_size={size} feeds the prompt in chunks, and a method must see all of it; leave it out"
+            )
 
 
 def refuse_unsafe_layers(model: Any, first: int) -> None:

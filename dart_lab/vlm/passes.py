@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
+from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
 from dart_lab.vlm.run import Sample
@@ -20,26 +21,13 @@ from dart_lab.vlm.tap import Captured
 
 
 @dataclass(eq=False)
-class Cut:
-    """The sequence as it runs from one layer on.
-
-    `rows` `(batch, m)`: tokens of this pass that stay, ascending, right-aligned, -1 for the empty slots of rows that keep
-    fewer; `local`: the same counted within the sequence before the cut; `hollow`: there are empty slots.
-    """
-
-    layer: int
-    rows: Tensor
-    local: Tensor
-    hollow: bool
-
-
-@dataclass(eq=False)
 class Pass:
     """One forward pass of the decoder layers.
 
-    `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None: there
-    are none); `attended` `(batch, past + length)` marks real tokens (None: all). `held`: the columns that each shortened layer
-    holds after this pass, and whether some of its slots are empty.
+    `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None:
+    there are none); `attended` `(batch, past + length)` marks real tokens (None: all). `expand`: rows
+    of the batch that belong to one sample (beams, several returned sequences). `held`: the columns that each
+    shortened layer holds after this pass, and whether some of its slots are empty.
     """
 
     past: int
@@ -49,6 +37,7 @@ class Pass:
     samples: list[Sample] = field(default_factory=list)
     layout: TokenLayout | None = None
     step: int = 0
+    expand: int = 1
     cuts: dict[int, Cut] = field(default_factory=dict)
     captured: dict[int, Captured] = field(default_factory=dict)
     held: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)
@@ -113,7 +102,7 @@ class PassWatcher:
         tower = compat.vision_tower(self.model)
         if tower is not None:
             self._hook(tower.register_forward_pre_hook(self._note_pixels, with_kwargs=True))
-        self._watch_expansion()
+        self._watch_generate()
 
     def detach(self) -> None:
         """Take every hook out again; whatever others hung in stays."""
@@ -123,18 +112,28 @@ class PassWatcher:
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
 
-    def _watch_expansion(self) -> None:
-        """Learn how often `generate` repeats each sample (beams, several returned sequences)."""
-        expand = getattr(self.model, "_expand_inputs_for_generation", None)
-        if expand is None or "_expand_inputs_for_generation" in vars(self.model):
+    def _watch_generate(self) -> None:
+        """Learn how often `generate` repeats each sample (beams, several returned sequences); refuse a prompt in chunks."""
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
+
+        self._precede("_expand_inputs_for_generation", note)
+        for name in compat.PREFILL_METHODS:
+            self._precede(name, compat.refuse_chunks)
+
+    def _precede(self, name: str, act: Callable[..., None]) -> None:
+        """Call `act` with the same arguments before the model's method `name`, if it has one."""
+        method = getattr(self.model, name, None)
+        if method is None or name in vars(self.model):
             return
 
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
-            return expand(*args, **kwargs)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            act(*args, **kwargs)
+            return method(*args, **kwargs)
 
-        self.model._expand_inputs_for_generation = noted
-        self._undo.append(lambda: vars(self.model).pop("_expand_inputs_for_generation", None))
+        setattr(self.model, name, both)
+        self._undo.append(lambda: vars(self.model).pop(name, None))
 
     def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -157,13 +156,15 @@ class PassWatcher:
         mask = kwargs.get("attention_mask")
         attended = mask.bool()[:, : past + length] if isinstance(mask, Tensor) and mask.dim() == 2 else None
         visual = self._visual(ids, content, past)
-        self.current = now = Pass(past, length, visual, attended)
+        self.current = now = Pass(past, length, visual, attended, expand=self._expand)
+        self._expand = 1  # only the pass that follows an expansion has its rows repeated; later ones have no new prompt
         if length == 1 and past:
             self._refuse_right_padding(now)
         if visual is None:
             return
         if cache is None and self.prompt is not None and self.prompt.continues(content, self._pixels):
-            now.samples, now.layout = self.prompt.current.samples, self.prompt.current.layout
+            first = self.prompt.current
+            now.samples, now.layout, now.expand = first.samples, first.layout, first.expand
             now.step = self.prompt.current.step + content.shape[1] - self.prompt.ids.shape[1]
             self.continue_prompt(now)
         else:
@@ -178,10 +179,14 @@ class PassWatcher:
         batch, length = content.shape[:2]
         if self._given is not None:
             given = self._given.to(content.device).bool()
-            if past == 0 and length >= given.shape[1] and batch % given.shape[0] == 0:
-                given = given.repeat_interleave(batch // given.shape[0], dim=0)
-                return torch.nn.functional.pad(given, (0, length - given.shape[1]))
-            return None
+            if past:
+                return None
+            if given.dim() != 2 or length < given.shape[1] or batch % given.shape[0]:
+                raise DartLabError(
+                    f"visual has shape {tuple(given.shape)}, but the prompt is ({batch}, {length}); mark every token of it"
+                )
+            given = given.repeat_interleave(batch // given.shape[0], dim=0)
+            return torch.nn.functional.pad(given, (0, length - given.shape[1]))
         if ids is None or self.family is None or (length == 1 and past):
             return None
         visual = self.family.visual_mask(self.model, ids)
@@ -201,9 +206,9 @@ class PassWatcher:
         if ids is not None and now.past and self._given is None and visual[:, 0].any():
             raise DartLabError("the prompt came in chunks that cut the image; pruning needs it whole: switch chunked prefill off")
         attended = np.ones_like(visual) if now.attended is None else now.attended[:, now.past :].cpu().numpy()
-        samples = []
+        samples: list[Sample] = []
         image = 0
-        for row in range(0, len(visual), self._expand):
+        for row in range(0, len(visual), now.expand):
             position = np.flatnonzero(visual[row])
             if self.family is None or ids is None:
                 tokens, images = unknown_place(position), 1
@@ -212,12 +217,7 @@ class PassWatcher:
             samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
             image += images
         now.samples = samples
-        now.layout = TokenLayout(groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(self._expand)))
-
-    @property
-    def expand(self) -> int:
-        """Rows of the batch that belong to one sample."""
-        return self._expand
+        now.layout = TokenLayout(groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(now.expand)))
 
     def seeds(self, now: Pass) -> tuple[int, ...]:
         """One number a row: a fingerprint of the sample's token ids and pictures, whatever batch it came in."""
@@ -228,17 +228,15 @@ class PassWatcher:
         one_row_an_image = self.family is not None and self.family.pixel_rows(1) == 1
         repeat = rows // images if one_row_an_image and images and rows % images == 0 else 0
         for number, sample in enumerate(now.samples):
-            digest = hashlib.blake2b(digest_size=7)
+            digest, row = hashlib.blake2b(digest_size=7), number * now.expand
+            real = slice(None) if now.attended is None else now.attended[row, now.past :].cpu().numpy()
             if sample.token_ids is not None:
-                real = sample.token_ids
-                if now.attended is not None:
-                    real = real[now.attended[number * self._expand, now.past :].cpu().numpy()]
-                digest.update(np.ascontiguousarray(real, dtype=np.int64).tobytes())
+                digest.update(np.ascontiguousarray(sample.token_ids[real], dtype=np.int64).tobytes())
             elif self.prompt is not None:
-                digest.update(self.prompt.ids[number * self._expand].detach().float().cpu().numpy().tobytes())
+                digest.update(self.prompt.ids[row].detach().float().cpu().numpy()[real].tobytes())
             if repeat and self._pixels is not None:
                 for picture in range(image, image + sample.images):
                     digest.update(self._pixels[picture * repeat].detach().float().cpu().numpy().tobytes())
             image += sample.images
-            out += [int.from_bytes(digest.digest(), "big")] * self._expand
+            out += [int.from_bytes(digest.digest(), "big")] * now.expand
         return tuple(out)

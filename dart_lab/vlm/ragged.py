@@ -18,9 +18,11 @@ from dart_lab.vlm import compat
 
 
 def columns_of(layer: Any | None, total: int) -> Tensor | None:
-    """Columns held by a shortened cache layer, `(batch, slots)` int64 with -1 for empty slots; None if it is not shortened.
+    """Columns held by a shortened cache layer, `(batch, slots)` int64 with -1 for empty slots; None if it is not
+    shortened.
 
-    `total` is the number of columns an unshortened layer holds now; what was appended since the prompt follows in order.
+    `total` is the number of columns an unshortened layer holds now; what was appended since the prompt follows in
+    order.
     """
     columns: Tensor | None = getattr(layer, "kept_columns", None)
     if columns is None or layer is None:
@@ -75,7 +77,7 @@ def _ragged(base: type[Any]) -> type[Any]:
                 "run the prompt again instead"
             )
         if remove:
-            base.crop(self, slots - remove if compat.crop_takes_length(self) else -remove)
+            base.crop(self, -remove)
 
     methods = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False}
     for method in (batch_select_indices, batch_repeat_interleave, crop):

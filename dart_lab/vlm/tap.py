@@ -8,9 +8,9 @@ config, masks and outputs are untouched.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ from dart_lab.vlm import compat
 class Captured:
     """What one attention call received.
 
-    `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after rotary
-    embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it.
+    `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after
+    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it.
     """
 
     query: Tensor
@@ -58,30 +58,54 @@ class Tap:
             self._undo.pop()()
 
     def _attach(self, index: int, module: Any) -> None:
-        original = module.config
-        backend = compat.backend_of(module)
-        base = compat.attention_function(module, backend)
+        shared: _Shared = getattr(module.config, _SHARED, None) or _share(module)
+        watch = partial(self._observer, index)
+        shared.observers.append(watch)
 
-        def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-            out = base(module, query, key, value, attention_mask, **kwargs)
-            scaling = kwargs.get("scaling")
-            self._observer(index, Captured(query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling))
-            return out
+        def leave() -> None:
+            shared.observers.remove(watch)
+            if not shared.observers:
+                compat.attention_registry().pop(shared.name)
+                module.config = shared.original
 
-        registry = compat.attention_registry()
-        # flash kernels are recognised by their name, so it stays part of ours
-        name = next(n for n in (f"dart_lab_tap_{backend}_{i}" for i in itertools.count()) if n not in registry)
-        registry[name] = attention
-        self._undo.append(lambda: registry.pop(name))
-        shadow = copy.copy(original)
-        shadow._attn_implementation_internal = name
-        module.config = shadow
+        self._undo.append(leave)
 
-        def restore() -> None:
-            if module.config is shadow:
-                module.config = original
 
-        self._undo.append(restore)
+_SHARED = "_dart_lab_tap"
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What all taps of one attention module share, so that they may leave in any order; the last one restores `original`."""
+
+    name: str
+    original: Any
+    observers: list[Callable[[Captured], None]] = field(default_factory=list)
+
+
+def _share(module: Any) -> _Shared:
+    """Give an attention module a copy of its config that names a function of ours."""
+    backend = compat.backend_of(module)
+    base = compat.attention_function(module, backend)
+    shadow = copy.copy(module.config)
+    # unique while the copy lives, also between threads; flash kernels are recognised by their name, so it stays part of ours
+    shared = _Shared(f"dart_lab_tap_{backend}_{id(shadow):x}", module.config)
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        out = base(module, query, key, value, attention_mask, **kwargs)
+        given = kwargs.get("scaling")
+        captured = Captured(query, key, value, attention_mask, query.shape[-1] ** -0.5 if given is None else given)
+        for observe in list(shared.observers):
+            observe(captured)
+        return out
+
+    compat.attention_registry()[shared.name] = attention
+    shadow._attn_implementation_internal = shared.name
+    setattr(shadow, _SHARED, shared)
+    module.config = shadow
+    return shared
 
 
 def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
