@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners.reduction import PAD, Reduction, mask_to_rows
+from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
+from dart_lab.vlm.cuts import Cut, make_cut, select_positions
 from dart_lab.vlm.families import Family
-from dart_lab.vlm.passes import Cut, Pass, PassWatcher
+from dart_lab.vlm.passes import Pass, PassWatcher
 from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured, Tap, attention_rows
 
@@ -27,18 +28,19 @@ Decide = Callable[[int, Signals, "list[Sample]", Tensor], Reduction | None]
 class Dropper(PassWatcher):
     """While attached, asks `decide` before each layer in `stages` and drops what it says.
 
-    `decide(layer, signals, samples, number)` gets the signals at that layer, the samples (one for every `expand` rows) and
-    `number` `(batch, n)`, which visual token of the sample each visual token of the signals is. It returns a `Reduction`,
-    or None to leave the sequence as it is.
+    `decide(layer, signals, samples, number)` gets the signals at that layer, the samples (one for every `expand` rows)
+    and
+    `number` `(batch, n)`, which visual token of the sample each visual token of the signals is. It returns a
+    `Reduction`, or None to leave the sequence as it is.
     """
 
     def __init__(
         self, model: Any, family: Family | None, visual: Tensor | None, *, stages: Iterable[int], decide: Decide,
-        again_each_step: bool = False,
+        compact: Iterable[int] = (), again_each_step: bool = False,
     ) -> None:
         super().__init__(model, family, visual)
         self.stages = sorted(set(stages))
-        self._decide, self._again = decide, again_each_step
+        self._decide, self._again, self._compact = decide, again_each_step, frozenset(compact)
         depth = len(self.text.layers)
         if self.stages[-1] >= depth:
             raise DartLabError(
@@ -69,9 +71,7 @@ class Dropper(PassWatcher):
         new = torch.arange(before.length, now.length, device=self.prompt.ids.device)
         slots = before.length
         for layer, cut in sorted(before.cuts.items()):
-            later = new.expand(cut.rows.shape[0], -1)
-            local = torch.cat([cut.local, (later - before.length) + slots], dim=1)
-            now.cuts[layer] = Cut(layer, torch.cat([cut.rows, later], dim=1), local, cut.hollow)
+            now.cuts[layer] = cut.extended(new, slots, before.length)
             slots = cut.rows.shape[1]
 
     def _before(self, index: int) -> Callable[..., Any]:
@@ -90,7 +90,7 @@ class Dropper(PassWatcher):
                 return None
             kwargs = dict(kwargs)
             if cut is not None and cut.layer == index:
-                states = _gather(states, cut.local, dim=1)
+                states = cut.states(states)
             hollow = ragged.has_empty_slots(layer) or (cut is not None and cut.hollow)
             key = (None if cut is None else cut.layer, None if known is None else known.shape[1])
             columns = _once(now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device))
@@ -118,8 +118,8 @@ class Dropper(PassWatcher):
             if not last:
                 return None
             if isinstance(output, tuple):
-                return (_scatter(output[0], cut, now.length), *output[1:])
-            return _scatter(output, cut, now.length)
+                return (cut.scatter(output[0], now.length), *output[1:])
+            return cut.scatter(output, now.length)
 
         return hook
 
@@ -137,15 +137,10 @@ class Dropper(PassWatcher):
         signals = self._signals(index, now, states, rows, positions, number, cache)
         reduction = self._decide(index, signals, now.samples, number)
         now.captured.pop(index - 1, None)
-        if reduction is None or torch.equal(reduction.counts, signals.counts):
+        if reduction is None or (reduction.merge is None and torch.equal(reduction.counts, signals.counts)):
             return
-        kept = torch.zeros(visual.shape[0], visual.shape[1] + 1, dtype=torch.bool, device=states.device)
-        chosen = positions.gather(1, reduction.keep.to(states.device).clamp(min=0))
-        kept.scatter_(1, torch.where(reduction.keep.to(states.device) == PAD, visual.shape[1], chosen), True)
-        local = _right_align((rows != PAD) & (~visual | kept[:, :-1]))
-        hollow = local == PAD
-        now.cuts[index] = Cut(
-            index, torch.where(hollow, PAD, rows.gather(1, local.clamp(min=0))), local, bool(hollow.any())
+        now.cuts[index] = make_cut(
+            reduction, layer=index, rows=rows, visual=visual, positions=positions, compact=index in self._compact
         )
 
     def _signals(
@@ -186,7 +181,7 @@ class Dropper(PassWatcher):
         if rows is not None:
             for name in ("position_embeddings", "position_ids"):
                 if kwargs.get(name) is not None:
-                    kwargs[name] = _once(now, (name, key), kwargs[name], lambda value: _positions(value, rows))
+                    kwargs[name] = _once(now, (name, key), kwargs[name], lambda value: select_positions(value, rows))
         kwargs["attention_mask"] = _once(
             now, ("mask", key), kwargs.get("attention_mask"),
             lambda mask: ragged.short_mask(
@@ -216,39 +211,3 @@ def _columns(now: Pass, cut: Cut | None, known: Tensor | None, batch: int, devic
         rows = cut.rows.to(device)
         new = torch.where(rows == PAD, PAD, rows + now.past)
     return torch.cat([known.to(device), new], dim=1)
-
-
-def _positions(value: Any, rows: Tensor) -> Any:
-    """Pick the kept rows out of (cos, sin) `(batch | 1, n, d)` or position ids `(…, batch | 1, n)`."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(_gather(part, rows, dim=-2) for part in value)
-    return _gather(value, rows, dim=-1)
-
-
-def _gather(tensor: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """Gather `rows` `(batch, m)` along `dim`; the axis before it is the batch (1 or batch long); -1 gives row 0."""
-    dim %= tensor.dim()
-    batch_axis = dim - 1
-    shape = list(tensor.shape)
-    shape[batch_axis] = rows.shape[0]
-    index = rows.clamp(min=0).view(*(1 if i not in (batch_axis, dim) else rows.shape[i - batch_axis] for i in range(tensor.dim())))
-    shape[dim] = rows.shape[1]
-    full = list(shape)
-    full[dim] = tensor.shape[dim]
-    return torch.gather(tensor.expand(full), dim, index.expand(shape))
-
-
-def _right_align(keep: Tensor) -> Tensor:
-    """`(batch, n)` bool → `(batch, m)` ascending indices with the padding (-1) in front, so that the last slot is the last token."""
-    index = mask_to_rows(keep)
-    counts = (index != PAD).sum(dim=1, keepdim=True)
-    slot = torch.arange(index.shape[1], device=index.device) - (index.shape[1] - counts)
-    return torch.where(slot < 0, PAD, index.gather(1, slot.clamp(min=0)))
-
-
-def _scatter(states: Tensor, cut: Cut, length: int) -> Tensor:
-    """Put the short sequence back into its full length; dropped tokens get 0."""
-    rows = cut.rows.to(states.device)
-    full = states.new_zeros(states.shape[0], length + 1, states.shape[2])
-    index = torch.where(rows == PAD, length, rows)[:, :, None].expand(-1, -1, states.shape[2])
-    return full.scatter(1, index, states)[:, :length]

@@ -32,9 +32,9 @@ _ACTIVE = "_dart_lab_active"
 def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> Iterator[Run]:
     """Drop visual tokens while the block runs; yields the `Run` that records what was kept.
 
-    Works with forward passes and `generate` (greedy, sampling, beams, with or without cache), any batch, left padding, and
-    kept sets that differ from row to row. Tokens keep their original positions. Leaving the block, also by an exception,
-    takes every hook out again. A block inside another one on the same model takes its place until it ends.
+    Works with forward passes and `generate` (greedy, sampling, beams, with or without cache), any batch, left padding,
+    and kept sets that differ from row to row. Tokens keep their original positions. Leaving the block, also by an
+    exception, takes every hook out again. A block inside another one on the same model takes its place until it ends.
 
     Args:
         model: a supported Hugging Face model object, or a `VLM`.

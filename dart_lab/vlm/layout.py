@@ -18,8 +18,8 @@ GROUPS = ("padding", "text before the image", "visual", "text after the image")
 class VisualTokens:
     """The visual tokens of one sample, one entry a token, in the order of the prompt.
 
-    `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0; `row`, `column` on the
-    grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline" or "cls"; `box` `(n, 4)` pixels
+    `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0; `row`, `column` on
+    the grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline" or "cls"; `box` `(n, 4)` pixels
     x0, y0, x1, y1 (NaN for tokens without a place).
     """
 

@@ -21,7 +21,8 @@ from dart_lab.vlm.locate import model_of
 def mask_drop(model: Any, hidden: Tensor, *, layer: int) -> Iterator[None]:
     """While the block runs, hide `hidden` columns from every query in decoder layers ≥ `layer`.
 
-    Queries of hidden tokens still run; nobody sees them. Works in prefill and in every decode step, with or without cache.
+    Queries of hidden tokens still run; nobody sees them. Works in prefill and in every decode step, with or without
+    cache.
 
     Args:
         model: a Hugging Face model object, or a `VLM`.

@@ -60,8 +60,8 @@ class Sample:
 class Run:
     """Everything `prune` recorded, sample by sample in the order in which the model saw them.
 
-    With beams or several returned sequences a sample counts once. A step without KV cache that runs the same prompt again
-    is not a new sample. `mode` is "drop" (decided once, on the prompt) or "mask" (ranked anew at every step).
+    With beams or several returned sequences a sample counts once. A step without KV cache that runs the same prompt
+    again is not a new sample. `mode` is "drop" (decided once, on the prompt) or "mask" (ranked anew at every step).
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -99,8 +99,9 @@ class Run:
     def table(self) -> pd.DataFrame:
         """A tidy table, one row a visual token (and stage).
 
-        Columns: sample, image, frame, crop, row, column, kept, score, order, method, stage, step, layer, asked, got, token (number
-        within the sample), position (in the sequence), kind. `order` is -1 for tokens that were not chosen or unordered.
+        Columns: sample, image, frame, crop, row, column, kept, score, order, method, stage, step, layer, asked, got,
+        token (number within the sample), position (in the sequence), kind. `order` is -1 for tokens that were not
+        chosen or unordered.
 
         Raises:
             DartLabError: nothing was recorded.

@@ -26,7 +26,8 @@ def select(
 ) -> list[Run]:
     """Which tokens each method would keep, each of them on the unpruned sequence.
 
-    The picture is encoded once and the layers below the deepest stage run once; nothing after that runs, no token is generated.
+    The picture is encoded once and the layers below the deepest stage run once; nothing after that runs, no token is
+    generated.
 
     Args:
         model: a supported Hugging Face model object, or a `VLM`.

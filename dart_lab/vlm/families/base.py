@@ -39,7 +39,8 @@ class Family(Protocol):
             position: `(n,)` positions of the sample's visual tokens in the sequence.
             inputs: what the processor returned for the batch (grids, image sizes …).
             first_image: number of the sample's first image within the batch.
-            sizes: (width, height) of every original picture of the batch; None: boxes are in pixels of the model's view.
+            sizes: (width, height) of every original picture of the batch; None: boxes are in pixels of the model's
+                view.
 
         Returns:
             the tokens, and how many images they come from.
