@@ -49,12 +49,14 @@ class Pruner(ABC):
 
     Subclasses set `name`, `needs` (names of the signals they ask for) and implement `reduce`; where it is not the
     default, they also set `positions`: "original" (every token keeps its rotary position) or "compact" (renumbered
-    without gaps). Raises `DartLabError` for parameters out of range.
+    without gaps), and `keeps_cls`: in the vision tower, the class token is one of the visual tokens (default: only
+    patches are). Raises `DartLabError` for parameters out of range.
     """
 
     name: ClassVar[str]
     needs: ClassVar[frozenset[str]]
     positions: ClassVar[PositionPolicy] = "original"
+    keeps_cls: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 
     keep: int | float | None = None

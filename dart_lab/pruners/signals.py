@@ -35,7 +35,8 @@ class Signals:
             At `VISION_OUT` a row of the batch is one crop and the sequence is the tower's, class token included:
             `hidden` is the output of the feature layer, `keys`, `values`, `attention`, `received` belong to the block
             that made it, `attention@L` to block L (0-based). At `PROJECTED` `hidden` is the projector's output and the
-            sequence has no class token.
+            sequence has no class token; `relevance` () → `(batch, sequence)` is there too if the vision tower has a
+            text tower beside it: cosine of each patch and the question in their shared space.
             At `LLM_IN` there is `hidden`, the packed input embeddings.
             At `VIT_BLOCK(l)`: `hidden` (after attention and its residual), `keys`, `attention`, `received` of block l,
             and `sizes` () → `(batch, sequence)` float32, patches each token stands for.
@@ -43,6 +44,10 @@ class Signals:
         original: `(batch,)` int64, visual tokens of each sample before any stage; None: as many as there are now.
         grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if
             unknown.
+        image: `(batch,)` int64, where a row is one crop, the image it belongs to, counted over the batch; None: every
+            row is an image of its own.
+        region: `(batch, 4)` float32, the part of its image that a crop shows: left, top, right, bottom as shares of
+            width and height; `(0, 0, 1, 1)` is a view of the whole. None: every crop is one.
         sample_seeds: () → one integer a sample, the same whatever the batch, for methods that draw; None: the row
             number.
 
@@ -57,13 +62,16 @@ class Signals:
     cls: Tensor | None = None
     original: Tensor | None = None
     grid: Tensor | None = None
+    image: Tensor | None = None
+    region: Tensor | None = None
     sample_seeds: Callable[[], tuple[int, ...]] | None = None
     _cache: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
         cls, *, visual: Tensor, attended: Tensor | None = None, grid: Tensor | None = None,
-        class_token: Tensor | None = None, original: Tensor | None = None, sample_seeds: tuple[int, ...] = (),
+        class_token: Tensor | None = None, original: Tensor | None = None, image: Tensor | None = None,
+        region: Tensor | None = None, sample_seeds: tuple[int, ...] = (),
         **tensors: Tensor,
     ) -> Signals:
         """Build signals from plain tensors, for tests and notebooks.
@@ -81,7 +89,7 @@ class Signals:
         seeds = (lambda: sample_seeds) if sample_seeds else None
         return cls(
             visual=visual, attended=attended, providers=providers, cls=class_token, original=original, grid=grid,
-            sample_seeds=seeds,
+            image=image, region=region, sample_seeds=seeds,
         )
 
     @cached_property
@@ -146,7 +154,7 @@ class Signals:
         return self.providers[name]
 
 
-_BY_SEQUENCE = ("hidden", "normed", "embeds", "delta", "received", "sizes")  # tensors whose axis 1 is the sequence
+_BY_SEQUENCE = ("hidden", "normed", "embeds", "delta", "received", "sizes", "relevance")  # tensors whose axis 1 is the sequence
 
 
 def _same(tensor: Tensor) -> Tensor:
