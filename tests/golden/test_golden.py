@@ -23,6 +23,8 @@ RUNNERS = {  # method → module in this folder with `run(case)`
     "fastv": "fastv",
     "epic_fastv": "fastv",
     "epic_random": "epic_random",
+    "e2e_dart": "e2e",
+    "e2e_fastv": "e2e",
 }
 
 REPOSITORY = Path(__file__).resolve().parents[2]
