@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from dart_lab.testing import check_pruner as check_pruner
     from dart_lab.vlm.images import open_image as open_image
     from dart_lab.vlm.insert import prune as prune
-    from dart_lab.vlm.locate import layout as layout
     from dart_lab.vlm.load import load as load
+    from dart_lab.vlm.locate import layout as layout
     from dart_lab.vlm.select import select as select
 
 __version__ = "0.1.0"

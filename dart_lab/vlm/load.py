@@ -102,6 +102,15 @@ def check_model_name(name: str, *, revision: str | None = None) -> None:
         )
 
 
+def decoder_layers(name: str) -> int | None:
+    """How many decoder layers a packaged model or a folder has, from its config alone; None if that does not tell."""
+    config = PACKAGED.get(name, Path(name).expanduser()) / "config.json"
+    if not config.is_file():
+        return None
+    depth = json.loads(config.read_text(encoding="utf-8")).get("text_config", {}).get("num_hidden_layers")
+    return depth if isinstance(depth, int) else None
+
+
 def _check_folder(folder: Path, name: str) -> None:
     config = folder / "config.json"
     if not config.is_file():

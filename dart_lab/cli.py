@@ -1,0 +1,324 @@
+"""`dart-lab`: the library from the command line.
+
+Exit codes: 0 done, 2 the user's input is at fault, 1 anything else, 130 stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dart_lab import __version__
+from dart_lab.errors import DartLabError, DartLabWarning, did_you_mean
+
+if TYPE_CHECKING:
+    from dart_lab.pruners.base import Pruner
+
+_DEFAULT_KEEP = "64"
+_DONE, _FAILED, _INPUT_AT_FAULT, _STOPPED = 0, 1, 2, 130
+_KINDS = ("methods", "models", "figures", "tasks")
+
+app = typer.Typer(
+    name="dart-lab",
+    epilog="Examples:  dart-lab figure position-bias   |   dart-lab prune photo.jpg 'What is on the left?' --keep 64",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run `dart-lab` and exit with its code; errors are one line on stderr."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    show_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", DartLabWarning)
+        warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+        sys.exit(_run(words, show_traceback))
+
+
+def _run(words: list[str], show_traceback: bool) -> int:
+    """Run one command; returns the exit code."""
+    try:
+        return int(app(words, prog_name="dart-lab", standalone_mode=False) or _DONE)
+    except (KeyboardInterrupt, typer.Abort):
+        _say("stopped")
+        return _STOPPED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    except DartLabError as error:
+        if show_traceback:
+            traceback.print_exc()
+        _say(_one_line(str(error)))
+        return _INPUT_AT_FAULT
+    except Exception as error:  # noqa: BLE001 (the last resort, said in one line)
+        if show_traceback:
+            traceback.print_exc()
+        if hasattr(error, "format_message"):  # a wrong option or a missing argument
+            _say(f"{_one_line(error.format_message()).rstrip('.')}; see dart-lab --help")
+            return _INPUT_AT_FAULT
+        _say(f"unexpected {type(error).__name__}: {_one_line(str(error))}; run again with --traceback to see where")
+        return _FAILED
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"dart-lab {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+    ] = False,
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error comes from.")] = False,
+) -> None:
+    """Which visual tokens go when a vision-language model is pruned, where they were, and what it costs."""
+
+
+@app.command(epilog="Example:  dart-lab figure position-bias --methods dart,fastv --keep 64,128 --n 50 --out figures")
+def figure(
+    name: Annotated[str | None, typer.Argument(help="Name of the figure, or 'all'.")] = None,
+    model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
+    data: Annotated[str | None, typer.Option(help="Name of a task, or a folder of pictures.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Methods, separated by commas.")] = None,
+    keep: Annotated[str | None, typer.Option(help="Tokens (64) or ratios (0.25), separated by commas.")] = None,
+    layer: Annotated[int, typer.Option(help="Decoder layer before which tokens are dropped.")] = 2,
+    n: Annotated[int | None, typer.Option(help="Number of samples.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of data, draws and bootstrap.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
+    from_file: Annotated[Path | None, typer.Option("--from", help="Draw again from this Parquet file.")] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Print the names of the figures and stop.")] = False,
+    progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
+) -> None:
+    """Make a figure: its records, its picture and where they come from, side by side in a folder."""
+    from dart_lab.displays.figure import FigureOptions, figure_names, figure_spec, run_figure
+
+    if show_list:
+        listing("figures")
+        return
+    names = figure_names() if name == "all" else [name or ""]
+    if not name:
+        raise DartLabError(f"the figure's name is missing. Known: {', '.join(figure_names())}, or all")
+    if from_file is not None and len(names) != 1:
+        raise DartLabError("--from redraws one figure; give its name instead of 'all'")
+    chosen = FigureOptions(
+        model=model, data=data, methods=None if methods is None else tuple(_split(methods, "methods")),
+        keep=None if keep is None else tuple(parse_keep(part) for part in _split(keep, "keep")),
+        layer=layer, n=n, seed=seed, out=out, progress=progress,
+    )
+    for each in names:
+        figure_spec(each)
+    _check_figure_options(chosen)
+    for each in names:
+        for path in run_figure(each, chosen, from_file=from_file, echo=_plain):
+            typer.echo(path)
+
+
+@app.command(epilog="Example:  dart-lab prune photo.jpg 'What is on the left?' --method fastv --save kept.png")
+def prune(
+    image: Annotated[Path, typer.Argument(help="Picture: JPEG, PNG, WebP …")],
+    question: Annotated[str, typer.Argument(help="Question about the picture.")],
+    model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
+    method: Annotated[str, typer.Option(help="See: dart-lab list methods.")] = "dart",
+    keep: Annotated[str | None, typer.Option(help=f"Tokens (64) or ratio (0.25). Default: {_DEFAULT_KEEP}.")] = None,
+    layer: Annotated[int, typer.Option(help="Decoder layer before which tokens are dropped.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of methods that draw.")] = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the picture with the kept tokens bright (PNG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """Answer a question with all visual tokens and with a few, and say which stayed."""
+    from dart_lab.vlm.images import open_image
+    from dart_lab.vlm.load import check_model_name
+    from dart_lab.vlm.prompts import check_question
+
+    pruner = _pruner(method, keep, layer, seed)
+    check_question(question)
+    _check_save(save, image)
+    check_model_name(model)
+    _check_layer(model, pruner.layer)
+    picture = open_image(image)
+    facts, bright = _answer_twice(model, picture, question, pruner, draw=save is not None)
+    if save is not None and bright is not None:
+        from dart_lab.files import write_files
+
+        write_files({save: bright})
+    if as_json:
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+        return
+    typer.echo(f"all {facts['visual_tokens']} visual tokens: {facts['answer']}")
+    typer.echo(f"{method}, {facts['kept']} kept: {facts['pruned_answer']}")
+    asked = "decided by the method" if facts["asked"] < 0 else f"asked {facts['asked']}"
+    typer.echo(f"kept {facts['kept']} of {facts['visual_tokens']} ({asked}), before decoder layer {facts['layer']}")
+    if save is not None:
+        typer.echo(f"picture: {save}")
+
+
+@app.command("list", epilog="Example:  dart-lab list methods")
+def listing(kind: Annotated[str, typer.Argument(help="methods, models, figures or tasks.")]) -> None:
+    """Print what there is: one name a line, with a word about it."""
+    if kind not in _KINDS:
+        raise DartLabError(f"cannot list {kind!r}. {did_you_mean(kind, _KINDS)}")
+    rows = _rows(kind)
+    width = max(len(name) for name, _ in rows)
+    for name, about in rows:
+        typer.echo(f"{name:<{width}}  {about}".rstrip())
+
+
+@app.command()
+def doctor() -> None:
+    """Say what is installed, what is missing and what to do about it; exit code 1 if something needed is missing."""
+    from dart_lab.doctor import examine
+
+    findings = examine()
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "ok" if finding.good else "MISSING" if finding.needed else "-"
+        typer.echo(f"{mark:<7}  {finding.name:<{width}}  {finding.says}")
+    if any(finding.needed and not finding.good for finding in findings):
+        raise typer.Exit(_FAILED)
+
+
+def parse_keep(text: str) -> int | float:
+    """A budget as typed: digits alone are a number of tokens, anything else a retention ratio.
+
+    >>> parse_keep("64"), parse_keep("0.25")
+    (64, 0.25)
+    """
+    from dart_lab.pruners.budget import check_keep
+
+    try:
+        keep: int | float = int(text) if text.strip().lstrip("+-").isdigit() else float(text)
+    except ValueError:
+        raise DartLabError(f"keep={text!r}: give a number of tokens (64) or a retention ratio (0.25)") from None
+    check_keep(keep)
+    return keep
+
+
+def _split(text: str, option: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise DartLabError(f"--{option} {text!r}: an entry is empty; write them with one comma between")
+    return parts
+
+
+def _check_figure_options(chosen: Any) -> None:
+    """What can be checked for every figure before any of them starts."""
+    from dart_lab.pruners.registry import pruner_class
+    from dart_lab.vlm.load import check_model_name
+
+    for method in chosen.methods or ():
+        pruner_class(method)
+    if chosen.n is not None and chosen.n < 1:
+        raise DartLabError(f"n={chosen.n}: give at least 1 sample")
+    check_model_name(chosen.model)
+    _check_layer(chosen.model, chosen.layer)
+
+
+def _pruner(method: str, keep: str | None, layer: int, seed: int) -> Pruner:
+    from dart_lab.pruners.registry import make_pruner
+
+    if keep is not None:
+        return make_pruner(method, keep=parse_keep(keep), layer=layer, seed=seed)
+    try:
+        return make_pruner(method, layer=layer, seed=seed)
+    except DartLabError:  # the method needs a number
+        return make_pruner(method, keep=parse_keep(_DEFAULT_KEEP), layer=layer, seed=seed)
+
+
+def _check_save(save: Path | None, image: Path) -> None:
+    from dart_lab.files import check_writable
+
+    if save is None:
+        return
+    if save.suffix.lower() != ".png":
+        raise DartLabError(f"--save {save}: the picture is written as PNG; give a name that ends in .png")
+    if save.is_dir():
+        raise DartLabError(f"--save {save} is a folder; give the name of a file in it")
+    if save.resolve() == image.resolve():
+        raise DartLabError(f"--save {save} is the picture itself; give another name")
+    check_writable(save.parent)
+
+
+def _check_layer(model: str, layer: int) -> None:
+    from dart_lab.vlm.load import decoder_layers
+
+    depth = decoder_layers(model)
+    if layer < 1 or (depth is not None and layer >= depth):
+        last = f"to {depth - 1}" if depth is not None else "or more"
+        raise DartLabError(f"layer={layer}: tokens are dropped before a decoder layer of {model}; give 1 {last}")
+
+
+def _answer_twice(
+    model: str, picture: Any, question: str, pruner: Pruner, *, draw: bool
+) -> tuple[dict[str, Any], bytes | None]:
+    """Answer with all tokens and with few; the facts, and the overlay as PNG if `draw`."""
+    import dart_lab as dl
+    from dart_lab.displays.overlay import overlay_png
+
+    vlm = dl.load(model)
+    inputs = vlm.prepare([picture], [question])
+    answer = vlm.answers(inputs)[0]
+    with dl.prune(vlm, pruner) as run:
+        pruned_answer = vlm.answers(inputs)[0]
+    tokens = dl.layout(vlm, inputs, images=[picture]).samples[0]
+    facts = {
+        "question": question, "answer": answer, "pruned_answer": pruned_answer, "visual_tokens": len(tokens),
+        "asked": run.asked[0], "kept": run.got[0], "kept_tokens": run.kept[0].tolist(), "method": pruner.name,
+        "layer": pruner.layer, "parameters": pruner.parameters(), "provenance": vlm.provenance(),
+    }
+    return facts, overlay_png(picture, tokens, run.kept[0]) if draw else None
+
+
+def _rows(kind: str) -> list[tuple[str, str]]:
+    """Name and a word about it, for everything of a kind."""
+    if kind == "methods":
+        from dart_lab.pruners.registry import pruner_class, pruner_names
+
+        return [(name, (pruner_class(name).__doc__ or "").strip().split("\n")[0]) for name in pruner_names()]
+    if kind == "models":
+        from dart_lab.vlm.families import FAMILIES
+        from dart_lab.vlm.load import PACKAGED
+
+        return [(name, "comes with the package, works offline") for name in sorted(PACKAGED)] + [
+            (family.name, f"folder or hub id with model_type {', '.join(family.model_types)}") for family in FAMILIES
+        ]
+    if kind == "figures":
+        from dart_lab.displays.figure import figure_names, figure_spec
+
+        return [(name, figure_spec(name).summary) for name in figure_names()]
+    from dart_lab.tasks.base import TASKS
+
+    return [(name, "comes with the package, works offline") for name in sorted(TASKS)]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _say(text: str) -> None:
+    """One line on stderr."""
+    print(f"dart-lab: {text}", file=sys.stderr)
+
+
+def _plain(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
