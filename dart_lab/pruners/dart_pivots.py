@@ -39,7 +39,8 @@ def pivot_scores(signals: Signals, kind: PivotScore, seed: int) -> tuple[Tensor,
         score = signals.attention(signals.last[:, None]).float().mean(dim=1)[:, 0]
     else:
         states = signals.get("keys" if kind == "k_norm" else "values")
-        score = torch.linalg.vector_norm(states, ord=1, dim=-1, dtype=torch.float32).sum(dim=1)
+        wide = torch.promote_types(states.dtype, torch.float32)  # half precision sums in float32
+        score = torch.linalg.vector_norm(states, ord=1, dim=-1, dtype=wide).sum(dim=1).float()
     return torch.gather(score, 1, signals.visual.clamp(min=0)), torch.gather(score, 1, signals.text.clamp(min=0))
 
 
