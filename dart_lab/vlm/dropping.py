@@ -16,11 +16,12 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
-from dart_lab.vlm.cuts import Cut, make_cut, select_positions
+from dart_lab.vlm.cuts import Cut, gather_along, make_cut, select_positions
 from dart_lab.vlm.families import Family
-from dart_lab.vlm.passes import Pass, PassWatcher
+from dart_lab.vlm.passes import Held, Pass, PassWatcher
+from dart_lab.vlm.providers import layer_providers
 from dart_lab.vlm.run import Sample
-from dart_lab.vlm.tap import Captured, Tap, attention_rows
+from dart_lab.vlm.tap import Captured, Tap
 
 Decide = Callable[[int, Signals, "list[Sample]", Tensor], Reduction | None]
 
@@ -36,11 +37,11 @@ class Dropper(PassWatcher):
 
     def __init__(
         self, model: Any, family: Family | None, visual: Tensor | None, *, stages: Iterable[int], decide: Decide,
-        compact: Iterable[int] = (), again_each_step: bool = False,
+        compact: Iterable[int] = (), needs: Iterable[str] = (),
     ) -> None:
         super().__init__(model, family, visual)
         self.stages = sorted(set(stages))
-        self._decide, self._again, self._compact = decide, again_each_step, frozenset(compact)
+        self._decide, self._compact, self._needs = decide, frozenset(compact), frozenset(needs)
         depth = len(self.text.layers)
         if self.stages[-1] >= depth:
             raise DartLabError(
@@ -54,6 +55,10 @@ class Dropper(PassWatcher):
         self._undo.append(self._tap.__exit__)
         self._tap.__enter__()
         layers = self.text.layers
+        recorded = {0} if "embeds" in self._needs else set()
+        recorded |= {stage - 1 for stage in self.stages} if "delta" in self._needs else set()
+        for index in sorted(recorded):
+            self._hook(layers[index].register_forward_pre_hook(self._record(index), with_kwargs=True))
         for index in range(self.stages[0], len(layers)):
             self._hook(layers[index].register_forward_pre_hook(self._before(index), with_kwargs=True))
             self._hook(layers[index].register_forward_hook(self._after(index), with_kwargs=True))
@@ -63,9 +68,16 @@ class Dropper(PassWatcher):
         if now is not None and now.visual is not None and layer + 1 not in now.cuts:
             now.captured[layer] = captured
 
+    def _record(self, index: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.current is not None and self.current.visual is not None:
+                self.current.entered[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
     def continue_prompt(self, now: Pass) -> None:
         """Without a cache every step runs the whole prompt: hold to what was decided, and let new tokens through."""
-        if self._again or self.prompt is None:
+        if self.prompt is None:
             return
         before = self.prompt.current
         new = torch.arange(before.length, now.length, device=self.prompt.ids.device)
@@ -80,9 +92,8 @@ class Dropper(PassWatcher):
             if now is None:
                 return None
             states: Tensor = args[0] if args else kwargs["hidden_states"]
-            held = now.step > 0 and not self._again
-            if index in self.stages and now.visual is not None and index not in now.cuts and not held:
-                self._ask(index, now, states, compat.cache_of(kwargs))
+            if index in self.stages and now.visual is not None and index not in now.cuts and not now.step:
+                self._ask(index, now, states, kwargs)
             cut = now.cut_at(index)
             layer = compat.cache_layer(compat.cache_of(kwargs), index)
             known = ragged.columns_of(layer, now.past)
@@ -94,8 +105,11 @@ class Dropper(PassWatcher):
             hollow = ragged.has_empty_slots(layer) or (cut is not None and cut.hollow)
             key = (None if cut is None else cut.layer, None if known is None else known.shape[1])
             columns = _once(now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device))
+            shift = ragged.shift_of(layer)
+            self._move(now, cut, shift, kwargs, states, key)
             self._shorten(now, cut, columns, hollow, kwargs, states, key)
-            now.held[index] = columns, hollow
+            later = shift if cut is None or not cut.compact else cut.dropped(now.length) + (0 if shift is None else shift)
+            now.held[index] = Held(columns, hollow, shift, later)
             if args:
                 return (states, *args[1:]), kwargs
             kwargs["hidden_states"] = states
@@ -113,8 +127,8 @@ class Dropper(PassWatcher):
                 return None
             layer = compat.cache_layer(compat.cache_of(kwargs), index)
             if layer is not None:
-                columns, hollow = now.held[index]
-                ragged.remember(layer, columns, now.total, hollow)
+                held = now.held[index]
+                ragged.remember(layer, held.columns, now.total, held.hollow, held.later_shift)
             if not last:
                 return None
             if isinstance(output, tuple):
@@ -123,54 +137,85 @@ class Dropper(PassWatcher):
 
         return hook
 
-    def _ask(self, index: int, now: Pass, states: Tensor, cache: Any) -> None:
+    def _ask(self, index: int, now: Pass, states: Tensor, kwargs: dict[str, Any]) -> None:
         """Collect the signals before layer `index`, let the method decide, note the cut."""
         if now.visual is None:
             return
-        previous = now.cut_at(index)
-        everything = torch.arange(now.length, device=states.device).expand(states.shape[0], -1)
-        rows = everything if previous is None else previous.rows.to(states.device)
-        visual = torch.gather(now.visual.to(states.device), 1, rows.clamp(min=0)) & (rows != PAD)
+        device, previous = states.device, now.cut_at(index)
+        everything = torch.arange(now.length, device=device).expand(states.shape[0], -1)
+        rows = everything if previous is None else previous.rows.to(device)
+        marked = now.visual.to(device)
+        visual = torch.gather(marked, 1, rows.clamp(min=0)) & (rows != PAD)
         positions = mask_to_rows(visual)
-        numbers = (now.visual.to(states.device).cumsum(dim=1) - 1).gather(1, rows.clamp(min=0))
+        numbers = (marked.cumsum(dim=1) - 1).gather(1, rows.clamp(min=0))
         number = torch.where(positions == PAD, PAD, numbers.gather(1, positions.clamp(min=0)))
-        signals = self._signals(index, now, states, rows, positions, number, cache)
+        signals = self._signals(index, now, states, rows, positions, number, previous, kwargs)
         reduction = self._decide(index, signals, now.samples, number)
         now.captured.pop(index - 1, None)
         if reduction is None or (reduction.merge is None and torch.equal(reduction.counts, signals.counts)):
             return
+        compact = index in self._compact
+        if previous is not None and previous.compact and not compact:
+            raise DartLabError(
+                f"layer {previous.layer} renumbers positions and layer {index} keeps them; give both stages the same policy"
+            )
         now.cuts[index] = make_cut(
-            reduction, layer=index, rows=rows, visual=visual, positions=positions, compact=index in self._compact
+            reduction, layer=index, rows=rows, visual=visual, positions=positions, compact=compact
         )
 
     def _signals(
-        self, index: int, now: Pass, states: Tensor, rows: Tensor, positions: Tensor, number: Tensor, cache: Any
+        self, index: int, now: Pass, states: Tensor, rows: Tensor, positions: Tensor, number: Tensor,
+        previous: Cut | None, kwargs: dict[str, Any],
     ) -> Signals:
         attended = rows != PAD
         if now.attended is not None:
             attended = attended & now.attended.to(states.device)[:, now.past :].gather(1, rows.clamp(min=0))
-        captured = now.captured[index - 1]
-        known = ragged.columns_of(compat.cache_layer(cache, index - 1), now.past)
-        before = now.past if known is None else known.shape[1]
-        here = slice(before, before + rows.shape[1])
+        held = now.held.get(index - 1)
         grid = None
         if now.layout is not None:
             places = torch.from_numpy(now.layout.grid_index()).to(states.device)
             grid = places.gather(1, number.clamp(min=0)[:, :, None].expand(-1, -1, places.shape[2]))
             grid = grid.masked_fill((number == PAD)[:, :, None], PAD)
+
+        def same_tokens(layer: int) -> Tensor | None:
+            recorded = now.entered.get(layer)
+            if recorded is None or recorded.shape[1] == rows.shape[1]:
+                return recorded
+            return gather_tokens(recorded, rows)
+
+        def rotary() -> Any:
+            own = dict(kwargs)
+            self._move(now, previous, None if held is None else held.shift, own, states, ("ahead", index))
+            return own["position_embeddings"]
+
         return Signals(
-            visual=positions,
-            attended=attended,
-            grid=grid,
-            sample_seeds=lambda: self.seeds(now),
-            providers={
-                "hidden": lambda: states,
-                "normed": lambda: self.text.norm(states),
-                "keys": lambda: captured.key[:, :, here],
-                "values": lambda: captured.value[:, :, here],
-                "attention": lambda queries: attention_rows(captured, queries, before)[..., here],
-            },
+            visual=positions, attended=attended, grid=grid, sample_seeds=lambda: self.seeds(now),
+            original=(now.visual & (now.visual.cumsum(dim=1) > 0)).sum(dim=1).to(states.device),
+            providers=layer_providers(
+                self.text, now.captured[index - 1], layer=index, states=states, attended=attended,
+                before=now.past if held is None else held.columns.shape[1] - rows.shape[1], embeds=lambda: same_tokens(0),
+                entered=lambda: same_tokens(index - 1), positions=rotary,
+            ),
         )
+
+    def _move(
+        self, now: Pass, cut: Cut | None, shift: Tensor | None, kwargs: dict[str, Any], states: Tensor, key: Any
+    ) -> None:
+        """Give the slots their rotary positions: those of their tokens, or numbered without gaps."""
+        if cut is not None and not cut.compact:
+            rows = cut.rows.to(states.device)
+            for name in ("position_embeddings", "position_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = _once(now, (name, key), kwargs[name], lambda value: select_positions(value, rows))
+        elif cut is not None or shift is not None:
+            ids = kwargs.get("position_ids")
+            if not isinstance(ids, Tensor) or ids.dim() != 2:
+                raise DartLabError("positions can be renumbered only where they are one number a token; keep the original ones")
+            moved = _once(now, ("moved", key), ids, lambda value: _compact(value, cut, shift))
+            kwargs["position_ids"] = moved
+            kwargs["position_embeddings"] = _once(
+                now, ("turned", key), moved, lambda value: self.text.rotary_emb(states, value)
+            )
 
     def _shorten(
         self, now: Pass, cut: Cut | None, columns: Tensor, hollow: bool, kwargs: dict[str, Any], states: Tensor, key: Any
@@ -178,15 +223,12 @@ class Dropper(PassWatcher):
         """Rewrite a layer's keyword arguments to the rows and columns that it really has; once a pass, not once a layer."""
         device, cache = states.device, compat.cache_layer(compat.cache_of(kwargs), self.stages[0])
         rows = None if cut is None else cut.rows.to(device)
-        if rows is not None:
-            for name in ("position_embeddings", "position_ids"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = _once(now, (name, key), kwargs[name], lambda value: select_positions(value, rows))
         kwargs["attention_mask"] = _once(
             now, ("mask", key), kwargs.get("attention_mask"),
             lambda mask: ragged.short_mask(
-                mask, rows=rows, columns=columns, hollow=hollow, past=now.past, length=now.length,
-                attended=now.attended, width=compat.fixed_length(cache), backend=compat.backend_of(self.text), dtype=states.dtype,
+                mask, rows=rows, columns=columns, hollow=hollow, ordered=cut is None or cut.ordered,
+                past=now.past, length=now.length, attended=now.attended, width=compat.fixed_length(cache),
+                backend=compat.backend_of(self.text), dtype=states.dtype,
             ),
         )
         if kwargs.get("cache_position") is not None:  # releases before 5.4: where a static cache writes
@@ -211,3 +253,11 @@ def _columns(now: Pass, cut: Cut | None, known: Tensor | None, batch: int, devic
         rows = cut.rows.to(device)
         new = torch.where(rows == PAD, PAD, rows + now.past)
     return torch.cat([known.to(device), new], dim=1)
+
+
+def _compact(ids: Tensor, cut: Cut | None, shift: Tensor | None) -> Tensor:
+    """Renumber position ids `(batch | 1, n)` without gaps: those of the first m tokens, less what earlier passes lost."""
+    if cut is not None:
+        slot = torch.arange(cut.rows.shape[1], device=ids.device) - (cut.rows == PAD).sum(dim=1, keepdim=True)
+        ids = gather_along(ids, slot, dim=-1)
+    return ids if shift is None else ids - shift[:, None].to(ids.device)

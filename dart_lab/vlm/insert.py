@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.errors import DartLabError, DartLabWarning
-from dart_lab.pruners.base import Pruner
+from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.signals import Signals
-from dart_lab.vlm.dropping import Dropper
+from dart_lab.vlm.dropping import Decide, Dropper
 from dart_lab.vlm.families import Family, family_of, find_family
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
@@ -92,21 +92,39 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
     if getattr(pruner, "rerank", False):
         run.mode = "mask"
         return Reranker(model, family, visual, pruner=pruner, record=partial(record, run, pruner))
-    return Dropper(model, family, visual, stages=[pruner.stage.layer], decide=_decider(pruner, run))
+    return Dropper(model, family, visual, decide=_decider(pruner, run), **stages_of([pruner]))
 
 
-def _decider(pruner: Pruner, run: Run) -> Any:
+def stages_of(pruners: Sequence[Pruner]) -> dict[str, Any]:
+    """What a `Dropper` must know of these methods: the layers they act at, which renumber positions, what is recorded."""
+    parts = [part for pruner in pruners for part in pruner.parts()]
+    for part in parts:
+        if part.stage.kind != "LLM_LAYER":
+            raise DartLabError(f"{part.name} acts at {part.stage.kind}, which cannot be inserted into a model yet")
+    return {
+        "stages": [part.stage.layer for part in parts],
+        "compact": [part.stage.layer for part in parts if part.positions == "compact"],
+        "needs": {need for part in parts for need in part.needs},
+    }
+
+
+def _decider(pruner: Pruner, run: Run) -> Decide:
+    parts = {part.stage.layer: part for part in pruner.parts()}
+
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> Reduction:
-        reduction = pruner(signals)
-        record(run, pruner, reduction, samples, number)
+        reduction = parts[layer](signals)
+        record(run, pruner, reduction, samples, number, stage=parts[layer].stage)
         return reduction
 
     return decide
 
 
-def record(run: Run, pruner: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor, step: int = 0) -> None:
+def record(
+    run: Run, pruner: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor, step: int = 0,
+    stage: Stage | None = None,
+) -> None:
     """Note a decision about every sample; `number` `(batch, n)` says which visual token each token of the reduction is."""
-    each = len(number) // len(samples)
+    each, stage = len(number) // len(samples), stage or pruner.stage
     arrays = {
         "number": number, "keep": reduction.keep, "order": reduction.order, "score": reduction.score,
         "asked": reduction.asked, **{f"note {name}": note for name, note in reduction.notes.items()},
@@ -122,7 +140,7 @@ def record(run: Run, pruner: Pruner, reduction: Reduction, samples: list[Sample]
             score[here[here != PAD]] = known["score"][: len(here)][here != PAD]
         sample.decisions.append(
             Decision(
-                method=pruner.name, parameters=pruner.parameters(), stage=pruner.stage.kind, layer=pruner.stage.layer,
+                method=pruner.name, parameters=pruner.parameters(), stage=stage.kind, layer=stage.layer,
                 step=step, asked=int(known["asked"]), kept=_numbers(here, known["keep"]),
                 order=None if known["order"] is None else _numbers(here, known["order"]), score=score,
                 notes={name.removeprefix("note "): note for name, note in known.items() if name.startswith("note ")},

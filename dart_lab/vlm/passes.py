@@ -20,14 +20,26 @@ from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured
 
 
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A shortened layer after a pass: its `columns` `(batch, slots)`, whether some slots are empty (`hollow`), and how far
+    renumbered positions lag behind, `(batch,)`, before the pass (`shift`) and after it (`later_shift`).
+    """
+
+    columns: Tensor
+    hollow: bool
+    shift: Tensor | None
+    later_shift: Tensor | None
+
+
 @dataclass(eq=False)
 class Pass:
     """One forward pass of the decoder layers.
 
     `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None:
     there are none); `attended` `(batch, past + length)` marks real tokens (None: all). `expand`: rows
-    of the batch that belong to one sample (beams, several returned sequences). `held`: the columns that each
-    shortened layer holds after this pass, and whether some of its slots are empty.
+    of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's cache
+    holds after this pass. `entered`: the input of layers whose input a method asks for.
     """
 
     past: int
@@ -40,7 +52,8 @@ class Pass:
     expand: int = 1
     cuts: dict[int, Cut] = field(default_factory=dict)
     captured: dict[int, Captured] = field(default_factory=dict)
-    held: dict[int, tuple[Tensor, bool]] = field(default_factory=dict)
+    entered: dict[int, Tensor] = field(default_factory=dict)
+    held: dict[int, Held] = field(default_factory=dict)
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
 
     @property

@@ -6,7 +6,7 @@ that they follow the cache through beam search, copies, cropping and reset.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,14 +36,23 @@ def has_empty_slots(layer: Any | None) -> bool:
     return bool(getattr(layer, "kept_hollow", False))
 
 
-def remember(layer: Any, columns: Tensor, total: int, hollow: bool) -> None:
-    """Note on a cache layer which columns its slots hold, out of `total` so far; `hollow`: some slots hold nothing."""
+def shift_of(layer: Any | None) -> Tensor | None:
+    """`(batch,)` int64: how far later tokens move forward on a layer with renumbered positions; None if they do not."""
+    shift: Tensor | None = getattr(layer, "kept_shift", None)
+    return shift
+
+
+def remember(layer: Any, columns: Tensor, total: int, hollow: bool, shift: Tensor | None = None) -> None:
+    """Note on a cache layer which columns its slots hold, out of `total` so far.
+
+    `hollow`: some slots hold nothing. `shift` `(batch,)`: later tokens' positions are that much smaller (renumbering).
+    """
     if not hasattr(type(layer), "kept_columns"):
         layer.__class__ = _ragged(type(layer))
-    layer.kept_columns, layer.kept_total, layer.kept_hollow = columns, total, hollow
+    layer.kept_columns, layer.kept_total, layer.kept_hollow, layer.kept_shift = columns, total, hollow, shift
 
 
-@lru_cache(maxsize=None)
+@cache
 def _ragged(base: type[Any]) -> type[Any]:
     """A subclass of a cache layer that moves the remembered columns wherever the cached keys move."""
 
@@ -59,10 +68,12 @@ def _ragged(base: type[Any]) -> type[Any]:
         base.batch_repeat_interleave(self, repeats)
         if self.kept_columns is not None:
             self.kept_columns = self.kept_columns.repeat_interleave(repeats, dim=0)
+        if self.kept_shift is not None:
+            self.kept_shift = self.kept_shift.repeat_interleave(repeats, dim=0)
 
     def reset(self: Any) -> None:
         base.reset(self)
-        self.kept_columns, self.kept_hollow = None, False
+        self.kept_columns, self.kept_hollow, self.kept_shift = None, False, None
 
     def crop(self: Any, amount: int) -> None:
         if self.kept_columns is None:
@@ -79,7 +90,7 @@ def _ragged(base: type[Any]) -> type[Any]:
         if remove:
             base.crop(self, -remove)
 
-    methods = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False}
+    methods = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False, "kept_shift": None}
     for method in (batch_select_indices, batch_repeat_interleave, crop):
         if hasattr(base, method.__name__):
             methods[method.__name__] = method
@@ -89,10 +100,12 @@ def _ragged(base: type[Any]) -> type[Any]:
 def _select(layer: Any, indices: Tensor) -> None:
     if layer.kept_columns is not None:
         layer.kept_columns = layer.kept_columns[indices.to(layer.kept_columns.device)]
+    if layer.kept_shift is not None:
+        layer.kept_shift = layer.kept_shift[indices.to(layer.kept_shift.device)]
 
 
 def short_mask(
-    mask: Tensor | None, *, rows: Tensor | None, columns: Tensor, hollow: bool, past: int, length: int,
+    mask: Tensor | None, *, rows: Tensor | None, columns: Tensor, hollow: bool, ordered: bool, past: int, length: int,
     attended: Tensor | None, width: int | None, backend: str, dtype: torch.dtype,
 ) -> Tensor | None:
     """The attention mask of a layer whose queries are `rows` and whose keys are `columns` of the full one.
@@ -104,6 +117,7 @@ def short_mask(
         rows: `(batch, m)` queries that stay, counted within this forward pass, -1 for empty slots; None: all stay.
         columns: `(batch, keys)` columns that the layer holds after this pass, -1 for empty slots.
         hollow: whether there are empty slots among `rows` or `columns`.
+        ordered: whether slots follow the order of the prompt; if not, causality goes by slot and masks are made anew.
         past, length: columns before this pass, and tokens in this pass, of the full sequence.
         attended: `(batch, past + length)` bool, real tokens; None: all.
         width: keys that the layer really has, where a static cache has unused slots behind; None: one a column.
@@ -112,14 +126,10 @@ def short_mask(
     empty = columns == PAD
     if rows is None:
         rows = torch.arange(length, device=columns.device).expand(columns.shape[0], -1)
-    if mask is None:
-        if not hollow:
-            return None
-        allowed = (columns[:, None, :] <= (past + rows)[:, :, None]) & ~empty[:, None, :]
-        if attended is not None:
-            allowed &= torch.gather(attended, 1, columns.clamp(min=0))[:, None, :]
-        allowed = torch.where((rows == PAD)[:, :, None], _own_slot(rows, columns), allowed)
-        return compat.mask_from_allowed(_widen(allowed[:, None], width, False), backend, dtype)
+    if mask is None and not hollow:
+        return None
+    if mask is None or not ordered:
+        return _new_mask(rows, columns, ordered, past, attended, width, backend, dtype)
     if mask.dim() == 2:
         return torch.gather(mask, 1, columns.clamp(min=0)).masked_fill(empty, 0)
     if mask.dim() != 4:
@@ -135,6 +145,24 @@ def short_mask(
         own = torch.where(_own_slot(rows, columns), open_, closed).to(short.dtype)
         short = torch.where((rows == PAD)[:, None, :, None], own, short)
     return _widen(short, width, closed)
+
+
+def _new_mask(
+    rows: Tensor, columns: Tensor, ordered: bool, past: int, attended: Tensor | None, width: int | None, backend: str,
+    dtype: torch.dtype,
+) -> Tensor:
+    """A causal mask of its own for `rows` against `columns`: real tokens only; an empty query slot sees itself."""
+    if ordered:
+        allowed = columns[:, None, :] <= (past + rows)[:, :, None]
+    else:
+        slot = torch.arange(columns.shape[1], device=columns.device)
+        allowed = (slot <= slot[columns.shape[1] - rows.shape[1] :, None])[None].expand(len(rows), -1, -1)
+    allowed = allowed & (columns != PAD)[:, None, :]
+    if attended is not None:
+        allowed = allowed & attended.gather(1, columns.clamp(min=0))[:, None, :]
+    blind = (rows == PAD)[:, :, None] | ~allowed.any(dim=2, keepdim=True)
+    allowed = torch.where(blind, _own_slot(rows, columns), allowed)
+    return compat.mask_from_allowed(_widen(allowed[:, None], width, False), backend, dtype)
 
 
 def _widen(mask: Tensor, width: int | None, closed: float) -> Tensor:

@@ -12,7 +12,7 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm.dropping import Dropper
-from dart_lab.vlm.insert import active, adapter_for, record
+from dart_lab.vlm.insert import active, adapter_for, record, stages_of
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.run import Run, Sample
 
@@ -45,17 +45,20 @@ def select(
         raise DartLabError("select needs at least one pruner, for example DART(keep=64)")
     model = model_of(model)
     runs = [Run() for _ in pruners]
-    stages = sorted({pruner.stage.layer for pruner in pruners})
+    several = [pruner.name for pruner in pruners if len(pruner.parts()) != 1]
+    if several:
+        raise DartLabError(f"{several[0]} decides in several stages, each on what the one before left; run it with prune()")
+    stages = stages_of(pruners)
 
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> None:
         for run, pruner in zip(runs, pruners, strict=True):
             if pruner.stage.layer == layer:
                 own = [Sample(sample.tokens, sample.token_ids, sample.images) for sample in samples]
                 record(run, pruner, pruner(signals), own, number)
-        if layer == stages[-1]:
+        if layer == max(stages["stages"]):
             raise _Enough
 
-    dropper = Dropper(model, adapter_for(model, visual), visual, stages=stages, decide=decide)
+    dropper = Dropper(model, adapter_for(model, visual), visual, decide=decide, **stages)
     with active(model, dropper), torch.no_grad():
         try:
             model(**{**inputs, "use_cache": False})
