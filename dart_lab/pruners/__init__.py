@@ -7,33 +7,49 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dart_lab.pruners.alpha import Alpha
     from dart_lab.pruners.base import BudgetMode, Pruner, ScorePruner, Stage
+    from dart_lab.pruners.combine import Then, Union
     from dart_lab.pruners.dart import DART
     from dart_lab.pruners.fastv import FastV
     from dart_lab.pruners.fastv_vis import FastVVis
     from dart_lab.pruners.keep_all import KeepAll
     from dart_lab.pruners.none_kept import NoneKept
+    from dart_lab.pruners.protect import Protect
     from dart_lab.pruners.random import Random
     from dart_lab.pruners.reduction import Reduction
     from dart_lab.pruners.registry import make_pruner, pruner_class, pruner_names
+    from dart_lab.pruners.schedule import Schedule
     from dart_lab.pruners.signals import Signals
+    from dart_lab.pruners.text import parse_pruner
     from dart_lab.pruners.uniform_grid import UniformGrid
+    from dart_lab.pruners.uniqueness import Uniqueness
+    from dart_lab.pruners.windows import Windowed, WindowFastV
 
 _HOME = MappingProxyType({
+    "Alpha": "alpha",
     "BudgetMode": "base",
     "DART": "dart",
     "FastV": "fastv",
     "FastVVis": "fastv_vis",
     "KeepAll": "keep_all",
     "NoneKept": "none_kept",
+    "Protect": "protect",
     "Pruner": "base",
     "Random": "random",
     "Reduction": "reduction",
+    "Schedule": "schedule",
     "ScorePruner": "base",
     "Signals": "signals",
     "Stage": "base",
+    "Then": "combine",
     "UniformGrid": "uniform_grid",
+    "Union": "combine",
+    "Uniqueness": "uniqueness",
+    "WindowFastV": "windows",
+    "Windowed": "windows",
     "make_pruner": "registry",
+    "parse_pruner": "text",
     "pruner_class": "registry",
     "pruner_names": "registry",
 })

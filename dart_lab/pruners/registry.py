@@ -15,6 +15,7 @@ from dart_lab.pruners.base import Pruner
 GROUP = "dart_lab.pruners"  # entry-point group: name = "module:Class"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType({
+    "alpha": "dart_lab.pruners.alpha:Alpha",
     "dart": "dart_lab.pruners.dart:DART",
     "fastv": "dart_lab.pruners.fastv:FastV",
     "fastv-vis": "dart_lab.pruners.fastv_vis:FastVVis",
@@ -22,6 +23,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({
     "none-kept": "dart_lab.pruners.none_kept:NoneKept",
     "random": "dart_lab.pruners.random:Random",
     "uniform-grid": "dart_lab.pruners.uniform_grid:UniformGrid",
+    "uniqueness": "dart_lab.pruners.uniqueness:Uniqueness",
+    "window-fastv": "dart_lab.pruners.windows:WindowFastV",
 })
 
 
