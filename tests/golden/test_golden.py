@@ -23,6 +23,12 @@ RUNNERS = {  # method → module in this folder with `run(case)`
     "fastv": "fastv",
     "epic_fastv": "fastv",
     "epic_random": "epic_random",
+    "divprune": "divprune",
+    "lightcompress_divprune": "divprune",
+    "fastervlm": "fastervlm",
+    "vispruner": "fastervlm",
+    "visionzip": "visionzip",
+    "hired": "hired",
     "e2e_dart": "e2e",
     "e2e_fastv": "e2e",
 }
