@@ -142,7 +142,7 @@ def short_mask(
     open_ = True if mask.dtype == torch.bool else 0.0
     short = short.masked_fill(empty[:, None, None, :], closed)
     if hollow:  # an empty query slot sees only itself, so that its softmax stays finite
-        own = torch.where(_own_slot(rows, columns), open_, closed).to(short.dtype)
+        own = torch.full_like(short, closed).masked_fill(_own_slot(rows, columns), open_)
         short = torch.where((rows == PAD)[:, None, :, None], own, short)
     return _widen(short, width, closed)
 
