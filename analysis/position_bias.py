@@ -223,7 +223,7 @@ def _with_defaults(options: FigureOptions) -> FigureOptions:
 
 
 def _pruners(options: FigureOptions) -> dict[tuple[str, str], Pruner]:
-    from dart_lab.pruners import make_pruner
+    from dart_lab.pruners.registry import make_pruner
 
     return {
         (method, str(keep)): make_pruner(method, keep=keep, layer=options.layer, seed=options.seed)

@@ -19,8 +19,7 @@ Pixels = NDArray[np.uint8]
 _VEIL = 0.72  # share of grey in a pruned cell
 _GREY = 118  # between black and white, so that a veil shows on either
 _EDGE = (230, 159, 0)  # orange line between kept and pruned cells
-_SHORT_SIDE = 480  # pixels; smaller pictures are enlarged by a whole factor, so that cells stay sharp
-_LARGEST = 1024  # pixels of the short side; larger pictures are shrunk to it
+_LONG_SIDE = 720  # pixels; smaller pictures are enlarged by a whole factor, so that cells stay sharp, larger ones shrunk
 
 
 class Tokens(Protocol):
@@ -48,7 +47,7 @@ def overlay_pixels(image: Image.Image, tokens: Tokens, kept: ArrayLike, *, numbe
         number: which of the sample's pictures this is. Default 0.
 
     Returns:
-        `(height, width, 3)` uint8; a small picture comes back enlarged by a whole factor, a very large one shrunk.
+        `(height, width, 3)` uint8; a small picture comes back enlarged by a whole factor, a large one shrunk.
 
     Raises:
         DartLabError: an index outside the sample, or a picture without placed tokens.
@@ -57,7 +56,7 @@ def overlay_pixels(image: Image.Image, tokens: Tokens, kept: ArrayLike, *, numbe
     >>> two = SimpleNamespace(image=np.zeros(2), box=np.array([[0, 0, 5, 10], [5, 0, 10, 10]]))
     >>> pixels = overlay_pixels(Image.new("RGB", (10, 10), "white"), two, [1])
     >>> pixels.shape, pixels[200, 100].tolist(), pixels[200, 400].tolist()
-    ((480, 480, 3), [156, 156, 156], [255, 255, 255])
+    ((720, 720, 3), [156, 156, 156], [255, 255, 255])
     """
     chosen = np.asarray(kept, dtype=np.int64).ravel()
     if len(chosen) and not (chosen.min() >= 0 and chosen.max() < len(tokens.box)):
@@ -66,9 +65,9 @@ def overlay_pixels(image: Image.Image, tokens: Tokens, kept: ArrayLike, *, numbe
     here = (tokens.image == number) & np.isfinite(tokens.box).all(axis=1)
     if not here.any():
         raise DartLabError(f"picture {number} has no visual tokens with a place; give number= of one that has")
-    short = min(image.size)
-    scale = max(1, _SHORT_SIDE // short) if short <= _LARGEST else _LARGEST / short
-    size = (round(image.width * scale), round(image.height * scale))
+    longest = max(image.size)
+    scale = _LONG_SIDE // longest if longest <= _LONG_SIDE else _LONG_SIDE / longest
+    size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     resample = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
     picture = np.asarray(image.convert("RGB").resize(size, resample))
     bright = np.zeros(picture.shape[:2], dtype=bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from dart_lab.errors import DartLabError
 
 Conditions = Mapping[tuple[str, str], Mapping[str, Any]]
 
+_TICKS = 4  # marks on the axis of row rates, at most
 # inches: a heat map, a panel to its right, and the margins
 _MAP, _SIDE = 1.55, 1.75
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.45, 0.15, 1.05, 1.25
@@ -54,6 +56,7 @@ def _draw(
         left=_LEFT / width, right=1 - _RIGHT / width, top=1 - _TOP / height, bottom=_BOTTOM / height,
         wspace=0.12, hspace=0.1,
     )
+    widest = max(max(c["rows"]["high"]) for c in conditions.values())
     for i, method in enumerate(methods):
         row = [conditions[method, keep] for keep in budgets]
         for j, condition in enumerate(row):
@@ -63,7 +66,7 @@ def _draw(
             if i == 0:
                 ax.set_title(f"{condition['got']:g} kept")
         last = i == len(methods) - 1
-        _rows(figure.add_subplot(grid[i, len(budgets)]), row, first=i == 0, last=last)
+        _rows(figure.add_subplot(grid[i, len(budgets)]), row, widest, first=i == 0, last=last)
         for k, what in enumerate(("maps", "pictures")[: 2 * shifted]):
             _shift(figure.add_subplot(grid[i, len(budgets) + 1 + k]), row, what, first=i == 0, last=last, labels=k == 0)
     bar_width = _MAP * min(len(budgets), 2)
@@ -73,7 +76,7 @@ def _draw(
     return figure
 
 
-def _rows(ax: Axes, row: Sequence[Mapping[str, Any]], *, first: bool, last: bool) -> None:
+def _rows(ax: Axes, row: Sequence[Mapping[str, Any]], widest: float, *, first: bool, last: bool) -> None:
     """How often each grid row is kept, with intervals, over the band of chance; the top row on top."""
     for shade, condition in enumerate(row):
         stats = {name: np.asarray(x) for name, x in condition["rows"].items()}
@@ -84,8 +87,9 @@ def _rows(ax: Axes, row: Sequence[Mapping[str, Any]], *, first: bool, last: bool
         ax.fill_betweenx(y, stats["low"], stats["high"], color=colour, alpha=0.25, linewidth=0)
         ax.plot(stats["value"], y, color=colour, linewidth=1.2, label=f"{condition['got']:g} kept")
     ax.axvline(1, color="0.35", linewidth=0.7, linestyle=":")
-    ax.set(xlim=(0, 2.5), ylim=(len(y) - 0.5, -0.5), xticks=[0, 1, 2], yticks=[])
-    ax.set_xticklabels(["0", "1", "2×"] if last else [])
+    ticks = range(0, math.ceil(widest) + 1, max(1, math.ceil(widest / _TICKS)))
+    ax.set(xlim=(0, max(2.0, 1.05 * widest)), ylim=(len(y) - 0.5, -0.5), xticks=ticks, yticks=[])
+    ax.set_xticklabels([f"{tick}×" for tick in ticks] if last else [])
     if first:
         ax.set_title("by grid row,\nintervals; grey: chance")
     if last:
