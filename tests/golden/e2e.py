@@ -1,4 +1,4 @@
-"""Whole models: a stock Llama, loaded as it is and pruned by hooks, against what the authors' modified models computed."""
+"""Whole models: a stock Llama, pruned by hooks, against what the authors' modified models computed."""
 
 from __future__ import annotations
 
