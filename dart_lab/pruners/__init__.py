@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dart_lab.pruners.alpha import Alpha
     from dart_lab.pruners.base import BudgetMode, Pruner, ScorePruner, Stage
     from dart_lab.pruners.combine import Then, Union
+    from dart_lab.pruners.cost import Cost, ModelShape, cost_of, solve_keep
     from dart_lab.pruners.dart import DART
     from dart_lab.pruners.fastv import FastV
     from dart_lab.pruners.fastv_vis import FastVVis
@@ -29,10 +30,12 @@ if TYPE_CHECKING:
 _HOME = MappingProxyType({
     "Alpha": "alpha",
     "BudgetMode": "base",
+    "Cost": "cost",
     "DART": "dart",
     "FastV": "fastv",
     "FastVVis": "fastv_vis",
     "KeepAll": "keep_all",
+    "ModelShape": "cost",
     "NoneKept": "none_kept",
     "Protect": "protect",
     "Pruner": "base",
@@ -48,10 +51,12 @@ _HOME = MappingProxyType({
     "Uniqueness": "uniqueness",
     "WindowFastV": "windows",
     "Windowed": "windows",
+    "cost_of": "cost",
     "make_pruner": "registry",
     "parse_pruner": "text",
     "pruner_class": "registry",
     "pruner_names": "registry",
+    "solve_keep": "cost",
 })
 
 __all__ = sorted(_HOME)

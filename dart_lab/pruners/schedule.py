@@ -9,10 +9,11 @@ from typing import Any, ClassVar, Literal, get_args
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners.base import Pruner, Stage
+from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.budget import check_choice, resolve_keep
 from dart_lab.pruners.reduction import Reduction
 from dart_lab.pruners.signals import Signals
+from dart_lab.pruners.staged import Staged
 from dart_lab.pruners.text import parse_stages
 from dart_lab.pruners.wrappers import Wrapper, at_layer, check_wraps
 
@@ -20,7 +21,7 @@ ShareOf = Literal["original", "left"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Pruner):
+class Schedule(Staged):
     """Methods at several decoder layers; each chooses among the visual tokens that the one before it left.
 
     Args:
@@ -30,7 +31,6 @@ class Schedule(Pruner):
             any stage, so that 0.5, then 0.25 keep a half, then a quarter. "left": of those that the stage before left:
             0.5, then 0.25 keep a half, then an eighth.
 
-    A schedule has no decision of its own: whoever inserts it runs its `parts()`.
     Raises `DartLabError` for no stage, layers that do not increase, budgets that grow, and methods that act elsewhere.
 
     >>> [(part.name, part.layer, part.keep) for part in Schedule("2:fastv:0.5;8:dart:0.25").parts()]
@@ -65,26 +65,12 @@ class Schedule(Pruner):
     def _needs_keep(self) -> bool:
         return False
 
-    @property
-    def needs(self) -> frozenset[str]:  # type: ignore[override]
-        """The signals of all stages."""
-        return frozenset().union(*(part.needs for part in self.parts()))
-
-    @property
-    def stage(self) -> Stage:
-        """Where the first part acts."""
-        return Stage("LLM_LAYER", self.layer)
-
     def parts(self) -> tuple[Pruner, ...]:
         """The methods in the order of their layers."""
         (_, first), *later = _stages(self.stages)
         if self.share_of == "left":
             return (first, *(method for _, method in later))
         return (first, *(ShareOfOriginal(m) if isinstance(m.keep, float) else m for _, m in later))
-
-    def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
-        """Refuse: a schedule decides at several layers."""
-        raise DartLabError(f"schedule: decides at {len(self.parts())} layers; run its parts() one by one")
 
     def parameters(self) -> dict[str, Any]:
         """The parameters as a plain dict: layer → method with its name."""
