@@ -9,38 +9,56 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dart_lab.pruners.alpha import Alpha
     from dart_lab.pruners.base import BudgetMode, Pruner, ScorePruner, Stage
+    from dart_lab.pruners.cdpruner import CDPruner
     from dart_lab.pruners.combine import Then, Union
     from dart_lab.pruners.cost import Cost, ModelShape, cost_of, solve_keep
     from dart_lab.pruners.dart import DART
+    from dart_lab.pruners.divprune import DivPrune
+    from dart_lab.pruners.fastervlm import FasterVLM
     from dart_lab.pruners.fastv import FastV
     from dart_lab.pruners.fastv_vis import FastVVis
+    from dart_lab.pruners.feature_downsample import FeatureDownsample
+    from dart_lab.pruners.hired import HiRED
     from dart_lab.pruners.keep_all import KeepAll
     from dart_lab.pruners.none_kept import NoneKept
+    from dart_lab.pruners.pooling import Pooling
     from dart_lab.pruners.protect import Protect
+    from dart_lab.pruners.prumerge import PruMerge
     from dart_lab.pruners.random import Random
     from dart_lab.pruners.reduction import Reduction
     from dart_lab.pruners.registry import make_pruner, pruner_class, pruner_names
     from dart_lab.pruners.schedule import Schedule
+    from dart_lab.pruners.scope import SCOPE
     from dart_lab.pruners.signals import Signals
     from dart_lab.pruners.text import parse_pruner
     from dart_lab.pruners.uniform_grid import UniformGrid
     from dart_lab.pruners.uniqueness import Uniqueness
+    from dart_lab.pruners.visionzip import VisionZip
+    from dart_lab.pruners.vispruner import VisPruner
     from dart_lab.pruners.windows import Windowed, WindowFastV
 
 _HOME = MappingProxyType({
     "Alpha": "alpha",
     "BudgetMode": "base",
+    "CDPruner": "cdpruner",
     "Cost": "cost",
     "DART": "dart",
+    "DivPrune": "divprune",
     "FastV": "fastv",
     "FastVVis": "fastv_vis",
+    "FasterVLM": "fastervlm",
+    "FeatureDownsample": "feature_downsample",
+    "HiRED": "hired",
     "KeepAll": "keep_all",
     "ModelShape": "cost",
     "NoneKept": "none_kept",
+    "Pooling": "pooling",
     "Protect": "protect",
+    "PruMerge": "prumerge",
     "Pruner": "base",
     "Random": "random",
     "Reduction": "reduction",
+    "SCOPE": "scope",
     "Schedule": "schedule",
     "ScorePruner": "base",
     "Signals": "signals",
@@ -49,6 +67,8 @@ _HOME = MappingProxyType({
     "UniformGrid": "uniform_grid",
     "Union": "combine",
     "Uniqueness": "uniqueness",
+    "VisPruner": "vispruner",
+    "VisionZip": "visionzip",
     "WindowFastV": "windows",
     "Windowed": "windows",
     "cost_of": "cost",

@@ -16,14 +16,24 @@ GROUP = "dart_lab.pruners"  # entry-point group: name = "module:Class"
 
 BUILT_IN: Mapping[str, str] = MappingProxyType({
     "alpha": "dart_lab.pruners.alpha:Alpha",
+    "cdpruner": "dart_lab.pruners.cdpruner:CDPruner",
     "dart": "dart_lab.pruners.dart:DART",
+    "divprune": "dart_lab.pruners.divprune:DivPrune",
+    "fastervlm": "dart_lab.pruners.fastervlm:FasterVLM",
     "fastv": "dart_lab.pruners.fastv:FastV",
     "fastv-vis": "dart_lab.pruners.fastv_vis:FastVVis",
+    "feature-downsample": "dart_lab.pruners.feature_downsample:FeatureDownsample",
+    "hired": "dart_lab.pruners.hired:HiRED",
     "keep-all": "dart_lab.pruners.keep_all:KeepAll",
     "none-kept": "dart_lab.pruners.none_kept:NoneKept",
+    "pooling": "dart_lab.pruners.pooling:Pooling",
+    "prumerge": "dart_lab.pruners.prumerge:PruMerge",
     "random": "dart_lab.pruners.random:Random",
+    "scope": "dart_lab.pruners.scope:SCOPE",
     "uniform-grid": "dart_lab.pruners.uniform_grid:UniformGrid",
     "uniqueness": "dart_lab.pruners.uniqueness:Uniqueness",
+    "visionzip": "dart_lab.pruners.visionzip:VisionZip",
+    "vispruner": "dart_lab.pruners.vispruner:VisPruner",
     "window-fastv": "dart_lab.pruners.windows:WindowFastV",
 })
 

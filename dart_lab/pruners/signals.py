@@ -154,7 +154,9 @@ class Signals:
         return self.providers[name]
 
 
-_BY_SEQUENCE = ("hidden", "normed", "embeds", "delta", "received", "sizes", "relevance")  # tensors whose axis 1 is the sequence
+_BY_SEQUENCE = (  # tensors whose axis 1 is the sequence
+    "hidden", "normed", "embeds", "delta", "received", "sizes", "relevance",
+)
 
 
 def _same(tensor: Tensor) -> Tensor:

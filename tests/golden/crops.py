@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,11 @@ def patches(rows: Tensor, **tensors: Tensor) -> Signals:
         assert not queries.any(), "only the class token's row is known"
         return with_class[:, :, None, :]
 
-    providers = {name: (lambda value=value: torch.nn.functional.pad(value, (0, 0, 1, 0))) for name, value in tensors.items()}
+    states = {name: torch.nn.functional.pad(value, (0, 0, 1, 0)) for name, value in tensors.items()}
     return Signals(
         visual=torch.arange(1, n + 1).expand(len(rows), -1), attended=torch.ones(len(rows), n + 1, dtype=torch.bool),
-        providers={"attention": attention, **providers}, cls=torch.zeros(len(rows), dtype=torch.int64),
+        providers={"attention": attention, **{name: partial(states.__getitem__, name) for name in states}},
+        cls=torch.zeros(len(rows), dtype=torch.int64),
     )
 
 

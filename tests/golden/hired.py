@@ -15,7 +15,8 @@ from tests.golden.crops import patches
 
 def run(case: Case) -> None:
     if "bottom_cls_row" in case.inputs:
-        got = HiRED(keep=float(case.params["token_budget_rate"]), budget="official")(patches(case.inputs["bottom_cls_row"]))
+        pruner = HiRED(keep=float(case.params["token_budget_rate"]), budget="official")
+        got = pruner(patches(case.inputs["bottom_cls_row"]))
         assert got.counts.tolist() == [case.outputs["n_kept"]]
         assert torch.equal(got.keep[0], case.outputs["kept_sorted"])
         return
@@ -53,8 +54,8 @@ def regions_of(rows: int, columns: int) -> list[tuple[float, float, float, float
 
 def check_exact_budget(case: Case) -> None:
     """The exact budget spends everything, without exceeding a crop."""
-    total, got = case.params["token_budget_rate"], decide(case, "exact")
-    for sizes, counts in zip(got.size.split(case.params["num_patches"]), got.counts.split(case.params["num_patches"]), strict=True):
+    total, got, images = case.params["token_budget_rate"], decide(case, "exact"), case.params["num_patches"]
+    for sizes, counts in zip(got.size.split(images), got.counts.split(images), strict=True):
         assert int(counts.sum()) == int(int(sizes.sum()) * total + 0.5)
         assert bool((counts <= sizes).all())
 
