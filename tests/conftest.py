@@ -5,6 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("dart-lab", deadline=None, max_examples=25, derandomize=True)
+settings.load_profile("dart-lab")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
