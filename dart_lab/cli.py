@@ -115,7 +115,7 @@ def figure(
     names = figure_names() if name == "all" else [name or ""]
     if not name:
         raise DartLabError(f"the figure's name is missing. Known: {', '.join(figure_names())}, or all")
-    if from_file is not None and len(names) != 1:
+    if from_file is not None and name == "all":
         raise DartLabError("--from redraws one figure; give its name instead of 'all'")
     chosen = FigureOptions(
         model=model, data=data, methods=None if methods is None else tuple(_split(methods, "methods")),
