@@ -270,7 +270,7 @@ def _command(options: FigureOptions) -> str:
     return (
         f"dart-lab figure position-bias --model {options.model} --data {options.data} "
         f"--methods {','.join(options.methods or ())} --keep {','.join(map(str, options.keep or ()))} "
-        f"--n {options.n} --seed {options.seed}"
+        f"--layer {options.layer} --n {options.n} --seed {options.seed}"
     )
 
 

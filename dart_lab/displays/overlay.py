@@ -19,7 +19,7 @@ Pixels = NDArray[np.uint8]
 _VEIL = 0.72  # share of grey in a pruned cell
 _GREY = 118  # between black and white, so that a veil shows on either
 _EDGE = (230, 159, 0)  # orange line between kept and pruned cells
-_LONG_SIDE = 720  # pixels; smaller pictures are enlarged by a whole factor, so that cells stay sharp, larger ones shrunk
+_LONG_SIDE = 720  # pixels; smaller pictures are enlarged by a whole factor, larger ones shrunk
 
 
 class Tokens(Protocol):

@@ -55,7 +55,7 @@ def test_every_condition_keeps_its_budget_on_every_picture(data) -> None:
 
 def test_facts_tell_how_to_make_it_again(data, options: FigureOptions) -> None:
     assert data.facts["command"].startswith(f"dart-lab figure position-bias --model {options.model} --data shapes")
-    assert "--keep 6,0.5 --n 6 --seed 3" in data.facts["command"]
+    assert "--keep 6,0.5 --layer 2 --n 6 --seed 3" in data.facts["command"]
     assert data.facts["provenance"]["weights_sha256"] and data.facts["provenance"]["versions"]["torch"]
     assert data.facts["task"]["seed"] == 3
     assert all("another model" in published["model"] for published in data.facts["published"])
