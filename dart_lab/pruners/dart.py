@@ -44,7 +44,7 @@ class DART(Pruner):
             t = ⌊min(N, L−image_pivots)/P⌋; "epic": as "llava", the last pivots taking what is left.
         reduction_ratio: r, the removed share, as the released code is given it (official budget only).
         certificate: also measure how far pruned tokens are from what stays, and the Lemma's bound (see
-            `dart_certificate.covering`); about doubles the cost of selection. Default False.
+            `dart_certificate.covering`); several times the cost of the selection. Default False.
 
     Returns a `Reduction` whose `score` is the largest similarity to any pivot (low: unlike all of them), whose `order`
     is the order of choice, and whose notes are `pivots` (positions in the sequence), `quota`, `epsilon` (ε_i, the
@@ -115,8 +115,9 @@ class DART(Pruner):
         """Choose pivots; let each in turn take the tokens least like it."""
         normed, visual = signals.get("normed"), signals.visual
         images, pivots = self._choose_pivots(signals, asked)
-        tokens, anchors = gather_tokens(normed, visual).float(), gather_tokens(normed, pivots).float()
-        duplication = cosine(anchors, tokens)  # (batch, pivots, n): dup(p_i, x)
+        anchors = gather_tokens(normed, pivots)
+        columns = visual.clamp(min=0)[:, None, :].expand(-1, pivots.shape[1], -1)
+        duplication = cosine(anchors, normed).gather(2, columns)  # (batch, pivots, n): dup(p_i, x)
 
         real = (pivots != PAD)[:, :, None]
         pool = signals.valid & ~rows_to_mask(images, visual.shape[1])
@@ -141,7 +142,7 @@ class DART(Pruner):
         notes = {"pivots": pivots, "quota": quota, "epsilon": epsilon,
                  "margin": duplication_margin(duplication, epsilon, pool)}
         if self.certificate:
-            notes |= covering(tokens, kept, pool, anchors, epsilon)
+            notes |= covering(gather_tokens(normed, visual).float(), kept, pool, anchors.float(), epsilon)
         score = duplication.masked_fill(~real, -math.inf).amax(dim=1)
         return Reduction.from_mask(kept, signals.counts, asked=asked, order=order,
                                    score=score.masked_fill(~signals.valid, math.nan), notes=notes)

@@ -71,4 +71,5 @@ def min_max(values: Tensor, valid: Tensor) -> Tensor:
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """Cosine similarity of every pair: a `(batch, p, channels)`, b `(batch, n, channels)` → `(batch, p, n)` float32."""
-    return torch.nn.functional.normalize(a.float(), dim=-1) @ torch.nn.functional.normalize(b.float(), dim=-1).mT
+    norm = torch.linalg.vector_norm(b, dim=-1, dtype=torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
+    return torch.nn.functional.normalize(a.float(), dim=-1) @ b.float().mT / norm[..., None, :]
