@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 
 _DEFAULT_KEEP = "64"
 _DONE, _FAILED, _INPUT_AT_FAULT, _STOPPED = 0, 1, 2, 130
+_WHERE = {
+    "VIT_BLOCK": "inside vision block {}", "VISION_OUT": "after the vision tower", "PROJECTED": "after the projector",
+    "LLM_IN": "before the language model", "LLM_LAYER": "before decoder layer {}",
+    "POST_PREFILL_CACHE": "in the cache of the prompt",
+}
+_NO_WORDS = "(no words)"
 _KINDS = ("methods", "models", "figures", "tasks")
 
 app = typer.Typer(
@@ -151,7 +157,9 @@ def prune(
     check_question(question)
     _check_save(save, image)
     check_model_name(model)
-    _check_layer(model, pruner.layer)
+    for part in pruner.parts():
+        if part.stage.kind == "LLM_LAYER":
+            _check_layer(model, part.stage.layer)
     picture = open_image(image)
     facts, bright = _answer_twice(model, picture, question, pruner, draw=save is not None)
     if save is not None and bright is not None:
@@ -161,10 +169,11 @@ def prune(
     if as_json:
         typer.echo(json.dumps(facts, ensure_ascii=False))
         return
-    typer.echo(f"all {facts['visual_tokens']} visual tokens: {facts['answer']}")
-    typer.echo(f"{method}, {facts['kept']} kept: {facts['pruned_answer']}")
+    typer.echo(f"all {facts['visual_tokens']} visual tokens: {facts['answer'] or _NO_WORDS}")
+    typer.echo(f"{method}, {facts['kept']} kept: {facts['pruned_answer'] or _NO_WORDS}")
     asked = "decided by the method" if facts["asked"] < 0 else f"asked {facts['asked']}"
-    typer.echo(f"kept {facts['kept']} of {facts['visual_tokens']} ({asked}), before decoder layer {facts['layer']}")
+    where = _WHERE[facts["stage"]].format(facts["layer"])
+    typer.echo(f"kept {facts['kept']} of {facts['visual_tokens']} ({asked}) {where}")
     if save is not None:
         typer.echo(f"picture: {save}")
 
@@ -277,10 +286,11 @@ def _answer_twice(
     with dl.prune(vlm, pruner) as run:
         pruned_answer = vlm.answers(inputs)[0]
     tokens = dl.layout(vlm, inputs, images=[picture]).samples[0]
+    stage = pruner.parts()[-1].stage
     facts = {
         "question": question, "answer": answer, "pruned_answer": pruned_answer, "visual_tokens": len(tokens),
         "asked": run.asked[0], "kept": run.got[0], "kept_tokens": run.kept[0].tolist(), "method": pruner.name,
-        "layer": pruner.layer, "parameters": pruner.parameters(), "provenance": vlm.provenance(),
+        "stage": stage.kind, "layer": stage.layer, "parameters": pruner.parameters(), "provenance": vlm.provenance(),
     }
     return facts, overlay_png(picture, tokens, run.kept[0]) if draw else None
 

@@ -247,7 +247,7 @@ def test_prune_answers_twice_and_saves_the_picture(run: Runner, model: str, pict
 def test_prune_says_what_was_asked_and_kept(run: Runner, model: str, picture: str) -> None:
     result = run("prune", picture, QUESTION, "--model", model, "--method", "random", "--keep", "0.25")
     assert result.code == 0
-    assert f"kept 9 of {VISUAL} (asked 9), before decoder layer 2" in result.out
+    assert f"kept 9 of {VISUAL} (asked 9) before decoder layer 2" in result.out
     assert run("prune", picture, QUESTION, "--model", model, "--method", "none-kept").out.count("kept 0 of") == 1
 
 
