@@ -57,6 +57,7 @@ class Pruner(ABC):
     needs: ClassVar[frozenset[str]]
     positions: ClassVar[PositionPolicy] = "original"
     keeps_cls: ClassVar[bool] = False
+    proportional: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 
     keep: int | float | None = None
@@ -103,6 +104,8 @@ class Pruner(ABC):
         asked = self.asked(signals)
         with torch.no_grad():
             reduction = self.reduce(signals, asked)
+        if not isinstance(reduction, Reduction):
+            raise DartLabError(f"{self.name}: reduce returned a {type(reduction).__name__}; return a Reduction")
         reduction.check(size=signals.counts, method=self.name)
         promised = asked if self.budget == "exact" else torch.full_like(asked, PAD)
         if bool(((promised != PAD) & (reduction.counts != promised)).any()):

@@ -94,6 +94,8 @@ class ToMeBlock(Pruner):
     name: ClassVar[str] = "tome-block"
     needs: ClassVar[frozenset[str]] = frozenset({"keys", "sizes"})
     keeps_cls: ClassVar[bool] = True
+    proportional: ClassVar[bool] = True
+    positions: ClassVar[Literal["compact"]] = "compact"
 
     block: int
     blocks: int

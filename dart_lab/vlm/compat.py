@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -45,7 +46,7 @@ def fixed_length(layer: Any | None) -> int | None:
     return int(length) if length is not None else None
 
 
-def text_model(model: nn.Module) -> Any:
+def text_model(model: Any) -> Any:
     """The stack of decoder layers inside a model: the module with `layers` and a final `norm`."""
     found: Any = model.get_decoder() if hasattr(model, "get_decoder") else model
     for _ in range(4):
@@ -79,6 +80,30 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def vision_blocks(tower: nn.Module) -> nn.ModuleList:
+    """The transformer blocks of an image encoder: its longest list of modules that own attention."""
+    lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    owners = [blocks for blocks in lists if any("attn" in name for name, _ in blocks[0].named_children())]
+    if not owners:
+        raise DartLabError(f"{type(tower).__name__} has no list of transformer blocks that dart-lab knows")
+    return max(owners, key=len)
+
+
+def projector(model: nn.Module) -> nn.Module:
+    """The module that turns vision features into input embeddings."""
+    inner = getattr(model, "model", model)
+    for owner in (inner, model):
+        found = getattr(owner, "multi_modal_projector", None)
+        if isinstance(found, nn.Module):
+            return found
+    raise DartLabError(f"{type(model).__name__} has no multi_modal_projector; reduce inside the language model instead")
+
+
+def returns_tuple(block: nn.Module) -> bool:
+    """True for releases whose vision blocks return a tuple; later ones return the states alone."""
+    return "tuple" in str(inspect.signature(type(block).forward).return_annotation).lower()
+
+
 def backend_of(module: Any) -> str:
     """Name of the attention kernel that a module uses now: "sdpa", "eager", "flash_attention_2", "flex_attention" …"""
     return str(getattr(module.config, "_attn_implementation", None) or "eager")
@@ -94,6 +119,19 @@ def attention_function(module: Any, backend: str) -> Callable[..., Any]:
 def attention_registry() -> MutableMapping[str, Callable[..., Any]]:
     """Where transformers looks up attention functions by name."""
     return ALL_ATTENTION_FUNCTIONS  # type: ignore[no-any-return]
+
+
+def real_tokens(mask: Any, total: int) -> Tensor | None:
+    """`(batch, total)` bool, which columns are no padding, from the text model's attention mask; None if it does not say.
+
+    A ready-made 4-D mask says it in its last row, the prompt's last token.
+    """
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        return None
+    columns = mask if mask.dim() == 2 else mask[:, 0, -1]
+    if columns.dtype != torch.bool:
+        columns = columns > 0 if mask.dim() == 2 else columns >= 0
+    return columns[:, :total]
 
 
 def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tensor:

@@ -43,12 +43,12 @@ class Dropper(PassWatcher):
         self.stages = sorted(set(stages))
         self._decide, self._compact, self._needs = decide, frozenset(compact), frozenset(needs)
         depth = len(self.text.layers)
-        if self.stages[-1] >= depth:
+        if self.stages and self.stages[-1] >= depth:
             raise DartLabError(
                 f"layer={self.stages[-1]}, but {type(model).__name__} has {depth} decoder layers; give a layer from 1 to {depth - 1}"
             )
-        compat.refuse_unsafe_layers(model, self.stages[0])
-        self._tap = Tap(model, [stage - 1 for stage in self.stages], self._observe)
+        compat.refuse_unsafe_layers(model, self.stages[0] if self.stages else 0)
+        self._tap = Tap({stage - 1: self.text.layers[stage - 1] for stage in self.stages}, self._observe)
 
     def attach(self) -> None:
         super().attach()
@@ -59,7 +59,7 @@ class Dropper(PassWatcher):
         recorded |= {stage - 1 for stage in self.stages} if "delta" in self._needs else set()
         for index in sorted(recorded):
             self._hook(layers[index].register_forward_pre_hook(self._record(index), with_kwargs=True))
-        for index in range(self.stages[0], len(layers)):
+        for index in range(self.stages[0] if self.stages else len(layers), len(layers)):
             self._hook(layers[index].register_forward_pre_hook(self._before(index), with_kwargs=True))
             self._hook(layers[index].register_forward_hook(self._after(index), with_kwargs=True))
 
@@ -147,7 +147,7 @@ class Dropper(PassWatcher):
         marked = now.visual.to(device)
         visual = torch.gather(marked, 1, rows.clamp(min=0)) & (rows != PAD)
         positions = mask_to_rows(visual)
-        numbers = (marked.cumsum(dim=1) - 1).gather(1, rows.clamp(min=0))
+        numbers = (marked.cumsum(dim=1) - 1 if now.number is None else now.number).gather(1, rows.clamp(min=0))
         number = torch.where(positions == PAD, PAD, numbers.gather(1, positions.clamp(min=0)))
         signals = self._signals(index, now, states, rows, positions, number, previous, kwargs)
         reduction = self._decide(index, signals, now.samples, number)
@@ -171,12 +171,6 @@ class Dropper(PassWatcher):
         if now.attended is not None:
             attended = attended & now.attended.to(states.device)[:, now.past :].gather(1, rows.clamp(min=0))
         held = now.held.get(index - 1)
-        grid = None
-        if now.layout is not None:
-            places = torch.from_numpy(now.layout.grid_index()).to(states.device)
-            grid = places.gather(1, number.clamp(min=0)[:, :, None].expand(-1, -1, places.shape[2]))
-            grid = grid.masked_fill((number == PAD)[:, :, None], PAD)
-
         def same_tokens(layer: int) -> Tensor | None:
             recorded = now.entered.get(layer)
             if recorded is None or recorded.shape[1] == rows.shape[1]:
@@ -189,8 +183,8 @@ class Dropper(PassWatcher):
             return own["position_embeddings"]
 
         return Signals(
-            visual=positions, attended=attended, grid=grid, sample_seeds=lambda: self.seeds(now),
-            original=(now.visual & (now.visual.cumsum(dim=1) > 0)).sum(dim=1).to(states.device),
+            visual=positions, attended=attended, grid=self.grid(now, number), sample_seeds=lambda: self.seeds(now),
+            original=self.sizes(now, states.device),
             providers=layer_providers(
                 self.text, now.captured[index - 1], layer=index, states=states, attended=attended,
                 before=now.past if held is None else held.columns.shape[1] - rows.shape[1], embeds=lambda: same_tokens(0),
@@ -211,7 +205,7 @@ class Dropper(PassWatcher):
             ids = kwargs.get("position_ids")
             if not isinstance(ids, Tensor) or ids.dim() != 2:
                 raise DartLabError("positions can be renumbered only where they are one number a token; keep the original ones")
-            moved = _once(now, ("moved", key), ids, lambda value: _compact(value, cut, shift))
+            moved = _once(now, ("moved", key), ids, lambda value: renumbered(value, cut, shift))
             kwargs["position_ids"] = moved
             kwargs["position_embeddings"] = _once(
                 now, ("turned", key), moved, lambda value: self.text.rotary_emb(states, value)
@@ -255,7 +249,7 @@ def _columns(now: Pass, cut: Cut | None, known: Tensor | None, batch: int, devic
     return torch.cat([known.to(device), new], dim=1)
 
 
-def _compact(ids: Tensor, cut: Cut | None, shift: Tensor | None) -> Tensor:
+def renumbered(ids: Tensor, cut: Cut | None, shift: Tensor | None) -> Tensor:
     """Renumber position ids `(batch | 1, n)` without gaps: those of the first m tokens, less what earlier passes lost."""
     if cut is not None:
         slot = torch.arange(cut.rows.shape[1], device=ids.device) - (cut.rows == PAD).sum(dim=1, keepdim=True)

@@ -16,6 +16,7 @@ from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm.dropping import Decide, Dropper
+from dart_lab.vlm.front import FRONT_KINDS, FrontDropper
 from dart_lab.vlm.families import Family, family_of, find_family
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
@@ -23,7 +24,7 @@ from dart_lab.vlm.reranking import Reranker
 from dart_lab.vlm.run import Decision, Run, Sample
 
 if TYPE_CHECKING:
-    from dart_lab.vlm.load import VLM
+    from dart_lab.vlm.vlm import VLM
 
 _ACTIVE = "_dart_lab_active"
 
@@ -53,12 +54,19 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
     ...     model.generate(**inputs)
     >>> run.kept[0]                                                       # doctest: +SKIP
     """
+    check_method(pruner)
     model = model_of(model)
     run = Run()
     with active(model, _watcher(model, pruner, visual, run)):
         yield run
     if not run.samples:
         warnings.warn(f"{pruner.name}: nothing was pruned: no prompt with visual tokens was run", DartLabWarning, stacklevel=3)
+
+
+def check_method(pruner: object) -> None:
+    """Raise `DartLabError` unless this is a method, with its parameters."""
+    if not isinstance(pruner, Pruner):
+        raise DartLabError(f"{pruner!r} is no method; give one with its parameters, such as DART(keep=64)")
 
 
 def adapter_for(model: Any, visual: Tensor | None) -> Family | None:
@@ -92,24 +100,37 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
     if getattr(pruner, "rerank", False):
         run.mode = "mask"
         return Reranker(model, family, visual, pruner=pruner, record=partial(record, run, pruner))
-    return Dropper(model, family, visual, decide=_decider(pruner, run), **stages_of([pruner]))
+    layers, front = split_parts(pruner.parts())
+    decide = _decider(pruner, run)
+    if not front:
+        return Dropper(model, family, visual, decide=decide, **layers)
+
+    def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:
+        record(run, pruner, reduction, samples, number, stage=part.stage)
+
+    return FrontDropper(model, family, visual, decide=decide, front=front, note=note, **layers)
 
 
-def stages_of(pruners: Sequence[Pruner]) -> dict[str, Any]:
-    """What a `Dropper` must know of these methods: the layers they act at, which renumber positions, what is recorded."""
-    parts = [part for pruner in pruners for part in pruner.parts()]
+def split_parts(parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:
+    """What a `Dropper` must know of the parts inside the decoder, and the parts in front of it.
+
+    Raises `DartLabError` for a stage that cannot be inserted into a model.
+    """
+    inside = [part for part in parts if part.stage.kind == "LLM_LAYER"]
+    front = [part for part in parts if part.stage.kind in FRONT_KINDS]
     for part in parts:
-        if part.stage.kind != "LLM_LAYER":
-            raise DartLabError(f"{part.name} acts at {part.stage.kind}, which cannot be inserted into a model yet")
-    return {
-        "stages": [part.stage.layer for part in parts],
-        "compact": [part.stage.layer for part in parts if part.positions == "compact"],
-        "needs": {need for part in parts for need in part.needs},
+        if part not in inside and part not in front:
+            raise DartLabError(f"{part.name} acts at {part.stage.kind}, where dart-lab cannot insert a method")
+    layers = {
+        "stages": [part.stage.layer for part in inside],
+        "compact": [part.stage.layer for part in inside if part.positions == "compact"],
+        "needs": {need for part in inside for need in part.needs},
     }
+    return layers, front
 
 
 def _decider(pruner: Pruner, run: Run) -> Decide:
-    parts = {part.stage.layer: part for part in pruner.parts()}
+    parts = {part.stage.layer: part for part in pruner.parts() if part.stage.kind == "LLM_LAYER"}
 
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> Reduction:
         reduction = parts[layer](signals)
@@ -129,20 +150,19 @@ def record(
         "number": number, "keep": reduction.keep, "order": reduction.order, "score": reduction.score,
         "asked": reduction.asked, **{f"note {name}": note for name, note in reduction.notes.items()},
     }
-    host = {name: None if value is None else value.detach().cpu().numpy() for name, value in arrays.items()}
+    host = {name: value.detach().cpu().numpy() for name, value in arrays.items() if value is not None}
     for index, sample in enumerate(samples):
-        row = index * each
-        known = {name: None if value is None else value[row] for name, value in host.items()}
-        here = known["number"]
-        score, first = None, not sample.decisions
-        if known["score"] is not None:
+        known = {name: value[index * each] for name, value in host.items()}
+        here, first = known["number"], not sample.decisions
+        score = None
+        if "score" in known:
             score = np.full(len(sample.tokens), np.nan, dtype=np.float32)
             score[here[here != PAD]] = known["score"][: len(here)][here != PAD]
         sample.decisions.append(
             Decision(
                 method=pruner.name, parameters=pruner.parameters(), stage=stage.kind, layer=stage.layer,
                 step=step, asked=int(known["asked"]), kept=_numbers(here, known["keep"]),
-                order=None if known["order"] is None else _numbers(here, known["order"]), score=score,
+                order=_numbers(here, known["order"]) if "order" in known else None, score=score,
                 notes={name.removeprefix("note "): note for name, note in known.items() if name.startswith("note ")},
             )
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
+from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
@@ -39,7 +40,8 @@ class Pass:
     `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None:
     there are none); `attended` `(batch, past + length)` marks real tokens (None: all). `expand`: rows
     of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's cache
-    holds after this pass. `entered`: the input of layers whose input a method asks for.
+    holds after this pass. `number` `(batch, length)`: which of the sample's visual tokens each one is, where some are gone
+    already. `entered`: the input of layers whose input a method asks for.
     """
 
     past: int
@@ -52,6 +54,7 @@ class Pass:
     expand: int = 1
     cuts: dict[int, Cut] = field(default_factory=dict)
     captured: dict[int, Captured] = field(default_factory=dict)
+    number: Tensor | None = None
     entered: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
@@ -151,6 +154,16 @@ class PassWatcher:
     def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) else None
+        if module is self.model and self._ids is not None and self._ids.shape[1] > 1:
+            self._check_whole(self._ids, kwargs)
+
+    def _check_whole(self, ids: Tensor, inputs: dict[str, Any]) -> None:
+        """Raise the adapter's error for a prompt that was cut inside an image before the model stumbles over it."""
+        if self.family is None or self._given is not None:
+            return
+        first = 0
+        for row in self.family.visual_mask(self.model, ids).cpu().numpy():
+            first += self.family.tokens(self.model, np.flatnonzero(row), inputs, first, None)[1]
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pixels = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
@@ -165,9 +178,8 @@ class PassWatcher:
             self.current = None
             return
         cache, length = compat.cache_of(kwargs), content.shape[1]
-        past = compat.cached_length(kwargs)
-        mask = kwargs.get("attention_mask")
-        attended = mask.bool()[:, : past + length] if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        past = self.past(kwargs)
+        attended = self.attended(kwargs, past + length)
         visual = self._visual(ids, content, past)
         self.current = now = Pass(past, length, visual, attended, expand=self._expand)
         self._expand = 1  # only the pass that follows an expansion has its rows repeated; later ones have no new prompt
@@ -184,6 +196,27 @@ class PassWatcher:
             self._place(now, visual, ids, kwargs)
             if past == 0:
                 self.prompt = Prompt(content, self._pixels, visual, now)
+
+    def past(self, kwargs: dict[str, Any]) -> int:
+        """Columns that came before this pass, from the text model's keyword arguments."""
+        return compat.cached_length(kwargs)
+
+    def attended(self, kwargs: dict[str, Any], total: int) -> Tensor | None:
+        """`(batch, total)` bool: which columns, up to the end of this pass, are real tokens; None: all, or it is not said."""
+        return compat.real_tokens(kwargs.get("attention_mask"), total)
+
+    def sizes(self, now: Pass, device: torch.device) -> Tensor:
+        """`(batch,)` int64: visual tokens of each row's sample, before any stage."""
+        each = [len(sample.tokens) for sample in now.samples for _ in range(now.expand)]
+        return torch.tensor(each, device=device)
+
+    def grid(self, now: Pass, number: Tensor) -> Tensor | None:
+        """Places `(batch, n, 4)` of the visual tokens `number` `(batch, n)`; None where no layout is known."""
+        if now.layout is None:
+            return None
+        places = torch.from_numpy(now.layout.grid_index()).to(number.device)
+        grid = places.gather(1, number.clamp(min=0)[:, :, None].expand(-1, -1, places.shape[2]))
+        return grid.masked_fill((number == PAD)[:, :, None], PAD)
 
     def continue_prompt(self, now: Pass) -> None:
         """Called instead of a new decision when a prompt is run again, without a cache, with more tokens behind."""

@@ -48,12 +48,12 @@ def remember(layer: Any, columns: Tensor, total: int, hollow: bool, shift: Tenso
     `hollow`: some slots hold nothing. `shift` `(batch,)`: later tokens' positions are that much smaller (renumbering).
     """
     if not hasattr(type(layer), "kept_columns"):
-        layer.__class__ = _ragged(type(layer))
+        layer.__class__ = _ragged(type(layer))  # type: ignore[arg-type]
     layer.kept_columns, layer.kept_total, layer.kept_hollow, layer.kept_shift = columns, total, hollow, shift
 
 
 @cache
-def _ragged(base: type[Any]) -> type[Any]:
+def _ragged(base: Any) -> Any:
     """A subclass of a cache layer that moves the remembered columns wherever the cached keys move."""
 
     def reorder_cache(self: Any, beam_idx: Tensor) -> None:
@@ -90,7 +90,7 @@ def _ragged(base: type[Any]) -> type[Any]:
         if remove:
             base.crop(self, -remove)
 
-    methods = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False, "kept_shift": None}
+    methods: dict[str, Any] = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False, "kept_shift": None}
     for method in (batch_select_indices, batch_repeat_interleave, crop):
         if hasattr(base, method.__name__):
             methods[method.__name__] = method
@@ -129,7 +129,7 @@ def short_mask(
     if mask is None and not hollow:
         return None
     if mask is None or not ordered:
-        return _new_mask(rows, columns, ordered, past, attended, width, backend, dtype)
+        return new_mask(rows, columns, ordered, past, attended, width, backend, dtype)
     if mask.dim() == 2:
         return torch.gather(mask, 1, columns.clamp(min=0)).masked_fill(empty, 0)
     if mask.dim() != 4:
@@ -147,7 +147,7 @@ def short_mask(
     return _widen(short, width, closed)
 
 
-def _new_mask(
+def new_mask(
     rows: Tensor, columns: Tensor, ordered: bool, past: int, attended: Tensor | None, width: int | None, backend: str,
     dtype: torch.dtype,
 ) -> Tensor:

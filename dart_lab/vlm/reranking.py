@@ -37,7 +37,7 @@ class Reranker(PassWatcher):
         if self._layer >= len(self.text.layers):
             raise DartLabError(f"layer={self._layer}, but the model has {len(self.text.layers)} decoder layers")
         compat.refuse_unsafe_layers(model, self._layer)
-        self._tap = Tap(model, [self._layer - 1], self._observe)
+        self._tap = Tap({self._layer - 1: self.text.layers[self._layer - 1]}, self._observe)
         self._captured: Captured | None = None
         self._columns: Tensor | None = None
         self._closed: Tensor | None = None
@@ -82,7 +82,16 @@ class Reranker(PassWatcher):
         else:
             self._columns = torch.cat([self._columns[:, : now.past], new], dim=1)
         positions = mask_to_rows(self._columns)
-        attended = now.attended
+        attended, past = now.attended, now.past
+
+        def rows(queries: Tensor) -> Tensor:
+            if bool(((queries >= 0) & (queries < past)).any()):
+                raise DartLabError(
+                    f"{self._pruner.name} ranks anew by the attention of earlier tokens, whose rows a KV cache does not "
+                    "hold; give query='last', or generate with use_cache=False"
+                )
+            return attention_rows(captured, queries - past, past)[..., : now.total]
+
         signals = Signals(
             visual=positions,
             attended=torch.ones_like(self._columns) if attended is None else attended.to(states.device),
@@ -90,7 +99,7 @@ class Reranker(PassWatcher):
             providers={
                 "keys": lambda: captured.key[:, :, : now.total],
                 "values": lambda: captured.value[:, :, : now.total],
-                "attention": lambda queries: attention_rows(captured, queries - now.past, now.past)[..., : now.total],
+                "attention": rows,
             },
         )
         reduction = self._pruner(signals)

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
+from dart_lab.pruners.reduction import Reduction
 from dart_lab.pruners.signals import Signals
-from dart_lab.vlm.dropping import Dropper
-from dart_lab.vlm.insert import active, adapter_for, record, stages_of
+from dart_lab.vlm.front import FrontDropper
+from dart_lab.vlm.insert import active, adapter_for, check_method, record, split_parts
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.run import Run, Sample
 
@@ -43,23 +44,39 @@ def select(
     """
     if not pruners:
         raise DartLabError("select needs at least one pruner, for example DART(keep=64)")
+    for pruner in pruners:
+        check_method(pruner)
     model = model_of(model)
     runs = [Run() for _ in pruners]
     several = [pruner.name for pruner in pruners if len(pruner.parts()) != 1]
     if several:
         raise DartLabError(f"{several[0]} decides in several stages, each on what the one before left; run it with prune()")
-    stages = stages_of(pruners)
+    parts = [pruner.parts()[0] for pruner in pruners]
+    layers, front = split_parts(parts)
+    last = max(layers["stages"], default=0)
+
+    def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:
+        for run, pruner, own in zip(runs, pruners, parts, strict=True):
+            if own is part:
+                copies = [Sample(sample.tokens, sample.token_ids, sample.images) for sample in samples]
+                record(run, pruner, reduction, copies, number, stage=part.stage)
 
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> None:
-        for run, pruner in zip(runs, pruners, strict=True):
-            if pruner.stage.layer == layer:
-                own = [Sample(sample.tokens, sample.token_ids, sample.images) for sample in samples]
-                record(run, pruner, pruner(signals), own, number)
-        if layer == max(stages["stages"]):
+        for part in parts:
+            if part.stage.kind == "LLM_LAYER" and part.stage.layer == layer:
+                note(part, part(signals), samples, number)
+        if layer == last:
             raise _Enough
 
-    dropper = Dropper(model, adapter_for(model, visual), visual, decide=decide, **stages)
-    with active(model, dropper), torch.no_grad():
+    def front_done() -> None:
+        if not last:
+            raise _Enough
+
+    watcher = FrontDropper(
+        model, adapter_for(model, visual), visual, decide=decide, front=front, note=note, apply=False,
+        before_layers=front_done, **layers,
+    )
+    with active(model, watcher), torch.no_grad():
         try:
             model(**{**inputs, "use_cache": False})
         except _Enough:

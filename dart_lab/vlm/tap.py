@@ -8,13 +8,13 @@ config, masks and outputs are untouched.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
@@ -25,7 +25,8 @@ class Captured:
     """What one attention call received.
 
     `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after
-    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it.
+    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it; without one, `causal` rows see the
+    columns before them.
     """
 
     query: Tensor
@@ -33,14 +34,14 @@ class Captured:
     value: Tensor
     mask: Tensor | None
     scaling: float
+    causal: bool = True
 
 
 class Tap:
-    """While active, call `observer(layer_index, Captured)` after each attention call of the given decoder layers."""
+    """While active, call `observer(index, Captured)` after each attention call of the given layers or blocks."""
 
-    def __init__(self, model: Any, layers: Iterable[int], observer: Callable[[int, Captured], None]) -> None:
-        stack = compat.text_model(model).layers
-        self._modules = {index: compat.self_attention(stack[index]) for index in sorted(set(layers))}
+    def __init__(self, layers: Mapping[int, nn.Module], observer: Callable[[int, Captured], None]) -> None:
+        self._modules = {index: compat.self_attention(layer) for index, layer in layers.items()}
         self._observer = observer
         self._undo: list[Callable[[], None]] = []
 
@@ -96,7 +97,8 @@ def _share(module: Any) -> _Shared:
     ) -> Any:
         out = base(module, query, key, value, attention_mask, **kwargs)
         given = kwargs.get("scaling")
-        captured = Captured(query, key, value, attention_mask, query.shape[-1] ** -0.5 if given is None else given)
+        scaling = query.shape[-1] ** -0.5 if given is None else given
+        captured = Captured(query, key, value, attention_mask, scaling, bool(getattr(module, "is_causal", True)))
         for observe in list(shared.observers):
             observe(captured)
         return out
@@ -126,7 +128,7 @@ def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
     rows = torch.gather(query, 2, index[:, None, :, None].expand(-1, heads, -1, width)).float()
     rows = rows.view(batch, kv_heads, heads // kv_heads, index.shape[1], width)
     logits = (rows @ key.float()[:, :, None].mT).view(batch, heads, index.shape[1], keys) * captured.scaling
-    blocked = _blocked(captured.mask, index, past, keys, query.shape[2])
+    blocked = _blocked(captured, index, past)
     if blocked.dtype == torch.bool:
         logits = logits.masked_fill(blocked, float("-inf"))
     else:
@@ -134,16 +136,19 @@ def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
     return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
 
 
-def _blocked(mask: Tensor | None, index: Tensor, past: int, keys: int, length: int) -> Tensor:
-    """What may not be seen by each row: `(batch, 1, q, keys)`, bool (True = blocked) or float (to be added)."""
-    column = torch.arange(keys, device=index.device)
+def _blocked(captured: Captured, index: Tensor, past: int) -> Tensor:
+    """What each row may not see: `(batch, 1, q, keys)`, bool (True = blocked) or float (to be added)."""
+    mask, keys = captured.mask, captured.key.shape[2]
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = mask.expand(index.shape[0], -1, -1, -1)
+        if mask.shape[2] == 1:  # one row for all queries
+            mask = mask.expand(-1, -1, captured.query.shape[2], -1)
         rows = torch.gather(mask, 2, index[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))[..., :keys]
         return ~rows if rows.dtype == torch.bool else rows.float()
-    future = column > (past + index)[:, None, :, None]
+    column = torch.arange(keys, device=index.device)
+    future = (column > (past + index)[:, None, :, None]) & captured.causal
     if mask is None:
         return future
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return future | ~mask[:, None, None, :keys].bool()
-    raise DartLabError(f"attention rows need a mask of 2 or 4 dimensions, got {type(mask).__name__}; use the sdpa or eager backend")
+    raise DartLabError(f"attention rows need a mask of 2 or 4 dimensions, got {type(mask).__name__}; use sdpa or eager")
