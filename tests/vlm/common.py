@@ -123,7 +123,9 @@ def hidden_columns(model: Any, inputs: dict[str, Tensor], run: Run) -> Tensor:
     return hidden
 
 
-def compare_with_mask(model: Any, inputs: dict[str, Tensor], pruner: Pruner, steps: int = 8) -> tuple[float, Run, Steps]:
+def compare_with_mask(
+    model: Any, inputs: dict[str, Tensor], pruner: Pruner, steps: int = 8
+) -> tuple[float, Run, Steps]:
     """Largest difference of logits between dropping and masking: kept rows of the prompt, and every decode step."""
     with prune(model, pruner) as run:
         dropped = decode(model, inputs, steps)

@@ -19,7 +19,8 @@ from tests.vlm.stepping import decode
 def llama(text: Any, embeds: Tensor, positions: Tensor, stays: Tensor, first_short: int) -> Tensor:
     """One sequence `(n, channels)` → its last state; tokens outside `stays` end before layer `first_short`."""
     states, config = embeds, text.config
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.hidden_size // heads
     for index, layer in enumerate(text.layers):
         if index == first_short:
             states, positions = states[stays], positions[stays]
@@ -66,7 +67,9 @@ def input_embeddings(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("pruner", [DART(keep=5), Uneven(layer=1), Uneven(layer=3)], ids=lambda p: f"{p.name}-{p.layer}")
+@pytest.mark.parametrize(
+    "pruner", [DART(keep=5), Uneven(layer=1), Uneven(layer=3)], ids=lambda p: f"{p.name}-{p.layer}"
+)
 @torch.no_grad()
 def test_prompt_and_eight_steps(
     pruner: Pruner, kv_heads: int, images: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Dropping tokens at layer K equals masking the same columns from layer K on: every method, backend and kind of batch."""
+"""Dropping tokens at layer K equals masking the same columns from layer K on: every method, backend and batch."""
 
 from __future__ import annotations
 

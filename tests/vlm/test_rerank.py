@@ -21,7 +21,8 @@ LAST = 3  # behind the last layer nothing is cached that depends on the mask of 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
 @pytest.mark.parametrize(
-    ("layer", "options"), [(2, {"cache_implementation": "static"}), (LAST, {"use_cache": False})], ids=["static", "uncached"]
+    ("layer", "options"), [(2, {"cache_implementation": "static"}), (LAST, {"use_cache": False})],
+    ids=["static", "uncached"],
 )
 def test_with_and_without_cache(images: tuple[int, ...], backend: str, layer: int, options: dict[str, Any]) -> None:
     model, pruner = small_llava(attention=backend), FastV(keep=0.25, rerank=True, layer=layer)
