@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from dart_lab.pruners.signals import Signals
 
 QUESTION = 16  # text tokens of the made-up prompt, where none are given
 CHANNELS, HEADS = 4, 2  # of its made-up states
+STATES = ("hidden", "normed", "embeds", "delta")  # signals with channels; others are a number a token
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,10 @@ def planned(pruner: Pruner, *, visual: int, crops: int = 1, text: int = 0) -> Pl
         per_crop = crops if kind in ("VIT_BLOCK", "VISION_OUT", "PROJECTED") else 1
         tower = kind in ("VIT_BLOCK", "VISION_OUT")
         extra = tower and part.keeps_cls
-        signals = made_up(left // per_crop, original=visual // per_crop, text=0 if tower else text or QUESTION,
-                          before=int(tower), class_is_visual=extra)
+        signals = made_up(
+            part, left // per_crop, original=visual // per_crop, text=0 if tower else text or QUESTION,
+            before=int(tower), class_is_visual=extra,
+        )
         wanted = int(part.asked(signals)[0])
         number = wanted if part.budget == "exact" else int(part(signals).counts[0])
         if number == PAD:
@@ -68,11 +72,14 @@ def planned(pruner: Pruner, *, visual: int, crops: int = 1, text: int = 0) -> Pl
     return Plan(kept, tuple(asked), cache)
 
 
-def made_up(visual: int, *, original: int, text: int, before: int = 0, class_is_visual: bool = False) -> Signals:
-    """Signals of one sample with random states of every kind, drawn from a fixed seed.
+def made_up(
+    part: Pruner, visual: int, *, original: int, text: int, before: int = 0, class_is_visual: bool = False
+) -> Signals:
+    """Signals of one sample with random states of every kind that a method needs, drawn from a fixed seed.
 
     Args:
-        visual: visual tokens. original: those before any stage. text: tokens after them.
+        part: the method. visual: visual tokens, on a grid as square as it can be. original: those before any stage.
+        text: tokens after them.
         before: tokens in front of them, 1 for the class token of a vision tower.
         class_is_visual: whether that one counts among the visual tokens.
     """
@@ -86,17 +93,19 @@ def made_up(visual: int, *, original: int, text: int, before: int = 0, class_is_
     def rows(queries: Tensor) -> Tensor:
         return draw(1, HEADS, queries.shape[1], length).softmax(dim=3)
 
-    providers: dict[str, Callable[..., Tensor]] = {}
-    for name in ("hidden", "normed", "embeds", "delta"):
-        providers[name] = partial(draw, 1, length, CHANNELS)
-    for name in ("keys", "values"):
-        providers[name] = partial(draw, 1, HEADS, length, CHANNELS)
-    for name in ("received", "relevance"):
-        providers[name] = partial(draw, 1, length)
-    providers["sizes"] = partial(torch.ones, 1, length)
-    providers["attention"] = providers["attention_ahead"] = rows
+    def provider(name: str) -> Callable[..., Tensor]:
+        if name.startswith("attention"):
+            return rows
+        if name == "sizes":
+            return partial(torch.ones, 1, length)
+        if name in ("keys", "values"):
+            return partial(draw, 1, HEADS, length, CHANNELS)
+        return partial(draw, 1, length, CHANNELS) if name in STATES else partial(draw, 1, length)
+
+    columns = next(c for c in range(math.isqrt(max(visual, 1)), 0, -1) if visual % c == 0)
+    cells = [(0, 0, -1, -1)] * class_is_visual + [(0, 0, *divmod(token, columns)) for token in range(visual)]
     return Signals(
-        visual=torch.arange(first, end)[None], attended=torch.ones(1, length, dtype=torch.bool), providers=providers,
-        cls=torch.zeros(1, dtype=torch.int64) if before else None,
-        original=torch.tensor([original + class_is_visual]),
+        visual=torch.arange(first, end)[None], attended=torch.ones(1, length, dtype=torch.bool),
+        providers={name: provider(name) for name in part.needs}, grid=torch.tensor([cells]),
+        cls=torch.zeros(1, dtype=torch.int64) if before else None, original=torch.tensor([original + class_is_visual]),
     )
