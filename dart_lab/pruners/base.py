@@ -49,8 +49,9 @@ class Pruner(ABC):
 
     Subclasses set `name`, `needs` (names of the signals they ask for) and implement `reduce`; where it is not the
     default, they also set `positions`: "original" (every token keeps its rotary position) or "compact" (renumbered
-    without gaps), and `keeps_cls`: in the vision tower, the class token is one of the visual tokens (default: only
-    patches are). Raises `DartLabError` for parameters out of range.
+    without gaps); `keeps_cls`: in the vision tower, the class token is one of the visual tokens (default: only patches
+    are); `proportional`: later vision blocks add log size to their attention; `whole_cache`: in the KV cache, text
+    is reduced like visual tokens. Raises `DartLabError` for parameters out of range.
     """
 
     name: ClassVar[str]
@@ -58,6 +59,7 @@ class Pruner(ABC):
     positions: ClassVar[PositionPolicy] = "original"
     keeps_cls: ClassVar[bool] = False
     proportional: ClassVar[bool] = False
+    whole_cache: ClassVar[bool] = False
     paper: ClassVar[str] = ""
 
     keep: int | float | None = None

@@ -6,20 +6,22 @@ axes of the mask. Tokens keep their original positions. The KV cache comes out r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
+from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
+from dart_lab.vlm.cache_stage import DecideCache, reduce_caches
 from dart_lab.vlm.cuts import Cut, gather_along, make_cut, select_positions
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.passes import Held, Pass, PassWatcher
-from dart_lab.vlm.providers import layer_providers
+from dart_lab.vlm.providers import layer_providers, received
 from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured, Tap
 
@@ -37,18 +39,28 @@ class Dropper(PassWatcher):
 
     def __init__(
         self, model: Any, family: Family | None, visual: Tensor | None, *, stages: Iterable[int], decide: Decide,
-        compact: Iterable[int] = (), needs: Iterable[str] = (),
+        compact: Iterable[int] = (), needs: Iterable[str] = (), cache: Sequence[Pruner] = (),
+        decide_cache: DecideCache | None = None,
     ) -> None:
         super().__init__(model, family, visual)
         self.stages = sorted(set(stages))
         self._decide, self._compact, self._needs = decide, frozenset(compact), frozenset(needs)
+        self._cache, self._decide_cache = list(cache), decide_cache
+        self._marks: dict[str, Tensor] = {}
+        self._received: dict[int, Tensor] = {}
         depth = len(self.text.layers)
-        if self.stages and self.stages[-1] >= depth:
+        acting = [*self.stages, *(part.stage.layer for part in self._cache)]
+        if any(not 1 <= layer < depth for layer in acting):
             raise DartLabError(
-                f"layer={self.stages[-1]}, but {type(model).__name__} has {depth} decoder layers; give a layer from 1 to {depth - 1}"
+                f"layer={max(acting)}, but {type(model).__name__} has {depth} decoder layers; give 1 to {depth - 1}"
             )
-        compat.refuse_unsafe_layers(model, self.stages[0] if self.stages else 0)
-        self._tap = Tap({stage - 1: self.text.layers[stage - 1] for stage in self.stages}, self._observe)
+        self._first = min(acting, default=depth)
+        compat.refuse_unsafe_layers(model, self._first if acting else 0)
+        tapped = {stage - 1 for stage in self.stages}
+        self._summed = {
+            layer for part in self._cache if "received" in part.needs for layer in range(part.stage.layer, depth)
+        }
+        self._tap = Tap({index: self.text.layers[index] for index in sorted(tapped | self._summed)}, self._observe)
 
     def attach(self) -> None:
         super().attach()
@@ -59,14 +71,38 @@ class Dropper(PassWatcher):
         recorded |= {stage - 1 for stage in self.stages} if "delta" in self._needs else set()
         for index in sorted(recorded):
             self._hook(layers[index].register_forward_pre_hook(self._record(index), with_kwargs=True))
-        for index in range(self.stages[0] if self.stages else len(layers), len(layers)):
+        if self._cache:
+            self._hook(self.text.register_forward_hook(self._after_prompt, with_kwargs=True))
+        for index in range(self._first, len(layers)):
             self._hook(layers[index].register_forward_pre_hook(self._before(index), with_kwargs=True))
             self._hook(layers[index].register_forward_hook(self._after(index), with_kwargs=True))
 
     def _observe(self, layer: int, captured: Captured) -> None:
         now = self.current
-        if now is not None and now.visual is not None and layer + 1 not in now.cuts:
+        if now is None or now.visual is None:
+            return
+        if layer + 1 in self.stages and layer + 1 not in now.cuts:
             now.captured[layer] = captured
+        if layer in self._summed and now.past == 0:
+            self._received[layer] = received(captured, self._real(now, now.cut_at(layer)), 0)
+
+    def _real(self, now: Pass, cut: Cut | None) -> Tensor:
+        """`(batch, m)` bool: which tokens of the sequence under a cut are real."""
+        if now.visual is None:
+            raise DartLabError("there is no prompt with visual tokens in this pass")
+        rows = torch.arange(now.length, device=now.visual.device).expand(len(now.visual), -1) if cut is None else cut.rows
+        real = rows != PAD
+        if now.attended is not None:
+            real = real & now.attended.to(rows.device)[:, now.past :].gather(1, rows.clamp(min=0))
+        return real
+
+    def _after_prompt(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        now = self.current
+        if now is None or now.visual is None or now.past or now.step or self._decide_cache is None:
+            return
+        cache = compat.cache_of(kwargs) or compat.cache_of(output if isinstance(output, dict) else {})
+        reduce_caches(self.text, cache, now, self._cache, self._decide_cache, self._received)
+        self._received.clear()
 
     def _record(self, index: int) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -103,7 +139,10 @@ class Dropper(PassWatcher):
             if cut is not None and cut.layer == index:
                 states = cut.states(states)
             hollow = ragged.has_empty_slots(layer) or (cut is not None and cut.hollow)
-            key = (None if cut is None else cut.layer, None if known is None else known.shape[1])
+            key = (
+                None if cut is None else cut.layer, None if known is None else known.shape[1],
+                index if self._cache else None,  # a cache stage leaves other columns in every layer
+            )
             columns = _once(now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device))
             shift = ragged.shift_of(layer)
             self._move(now, cut, shift, kwargs, states, key)
@@ -167,9 +206,7 @@ class Dropper(PassWatcher):
         self, index: int, now: Pass, states: Tensor, rows: Tensor, positions: Tensor, number: Tensor,
         previous: Cut | None, kwargs: dict[str, Any],
     ) -> Signals:
-        attended = rows != PAD
-        if now.attended is not None:
-            attended = attended & now.attended.to(states.device)[:, now.past :].gather(1, rows.clamp(min=0))
+        attended = self._real(now, previous).to(states.device)
         held = now.held.get(index - 1)
         def same_tokens(layer: int) -> Tensor | None:
             recorded = now.entered.get(layer)
@@ -185,12 +222,19 @@ class Dropper(PassWatcher):
         return Signals(
             visual=positions, attended=attended, grid=self.grid(now, number), sample_seeds=lambda: self.seeds(now),
             original=self.sizes(now, states.device),
-            providers=layer_providers(
+            providers=self._marked(number) | layer_providers(
                 self.text, now.captured[index - 1], layer=index, states=states, attended=attended,
                 before=now.past if held is None else held.columns.shape[1] - rows.shape[1], embeds=lambda: same_tokens(0),
                 entered=lambda: same_tokens(index - 1), positions=rotary,
             ),
         )
+
+    def _marked(self, number: Tensor) -> dict[str, Callable[..., Tensor]]:
+        """Marks that an earlier stage left on visual tokens, as signals: name → () → `(batch, n)` bool."""
+        return {
+            name: lambda mark=mark: mark.to(number.device).gather(1, number.clamp(min=0)) & (number != PAD)
+            for name, mark in self._marks.items()
+        }
 
     def _move(
         self, now: Pass, cut: Cut | None, shift: Tensor | None, kwargs: dict[str, Any], states: Tensor, key: Any

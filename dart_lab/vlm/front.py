@@ -164,6 +164,7 @@ class FrontDropper(Dropper):
             return None
         whole = self._of_samples(self._vision.placed, full)
         self._note(asked[-1][0], whole, full.samples, number)
+        self._marks = marks(whole, number)
         return replace(whole, merge=None)  # merged features are in their places already
 
     def _of_samples(self, crops: Reduction, full: Pass) -> Reduction:
@@ -283,3 +284,14 @@ def _rows_of(reduction: Reduction, index: Tensor) -> Reduction:
         ),
         notes={name: note[index] for name, note in reduction.notes.items()},
     )
+
+
+def marks(reduction: Reduction, number: Tensor) -> dict[str, Tensor]:
+    """Notes that mark slots, `(batch, slots)` bool, as marks on the sample's visual tokens `(batch, n)` bool."""
+    out = {}
+    for name, note in reduction.notes.items():
+        if note.dtype == torch.bool and note.shape == reduction.sequence.shape:
+            mark = torch.zeros(len(number), number.shape[1] + 1, dtype=torch.bool, device=number.device)
+            place = reduction.sequence.where((reduction.sequence != PAD) & note, number.shape[1])
+            out[name] = mark.scatter(1, place.to(number.device), True)[:, :-1]
+    return out

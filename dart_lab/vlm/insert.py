@@ -15,6 +15,7 @@ from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.signals import Signals
+from dart_lab.vlm.cache_stage import DecideCache
 from dart_lab.vlm.dropping import Decide, Dropper
 from dart_lab.vlm.front import FRONT_KINDS, FrontDropper
 from dart_lab.vlm.families import Family, family_of, find_family
@@ -101,27 +102,23 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
         run.mode = "mask"
         return Reranker(model, family, visual, pruner=pruner, record=partial(record, run, pruner))
     layers, front = split_parts(pruner.parts())
-    decide = _decider(pruner, run)
+    decide, in_cache = _decider(pruner, run), _cache_decider(pruner, run)
     if not front:
-        return Dropper(model, family, visual, decide=decide, **layers)
+        return Dropper(model, family, visual, decide=decide, decide_cache=in_cache, **layers)
 
     def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:
         record(run, pruner, reduction, samples, number, stage=part.stage)
 
-    return FrontDropper(model, family, visual, decide=decide, front=front, note=note, **layers)
+    return FrontDropper(model, family, visual, decide=decide, decide_cache=in_cache, front=front, note=note, **layers)
 
 
 def split_parts(parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:
     """What a `Dropper` must know of the parts inside the decoder, and the parts in front of it.
-
-    Raises `DartLabError` for a stage that cannot be inserted into a model.
     """
     inside = [part for part in parts if part.stage.kind == "LLM_LAYER"]
     front = [part for part in parts if part.stage.kind in FRONT_KINDS]
-    for part in parts:
-        if part not in inside and part not in front:
-            raise DartLabError(f"{part.name} acts at {part.stage.kind}, where dart-lab cannot insert a method")
     layers = {
+        "cache": [part for part in parts if part.stage.kind == "POST_PREFILL_CACHE"],
         "stages": [part.stage.layer for part in inside],
         "compact": [part.stage.layer for part in inside if part.positions == "compact"],
         "needs": {need for part in inside for need in part.needs},
@@ -135,6 +132,17 @@ def _decider(pruner: Pruner, run: Run) -> Decide:
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> Reduction:
         reduction = parts[layer](signals)
         record(run, pruner, reduction, samples, number, stage=parts[layer].stage)
+        return reduction
+
+    return decide
+
+
+def _cache_decider(pruner: Pruner, run: Run) -> DecideCache:
+    """Ask a part about one layer's cache, and count what it keeps there."""
+
+    def decide(part: Pruner, layer: int, signals: Signals) -> Reduction:
+        reduction = part(signals)
+        run.cached[layer] = reduction.counts.tolist()
         return reduction
 
     return decide

@@ -62,10 +62,12 @@ class Run:
 
     With beams or several returned sequences a sample counts once. A step without KV cache that runs the same prompt
     again is not a new sample. `mode` is "drop" (decided once, on the prompt) or "mask" (ranked anew at every step).
+    `cached`: decoder layer → tokens that a method for the KV cache kept there in the last prompt, row by row.
     """
 
     samples: list[Sample] = field(default_factory=list)
     mode: str = "drop"
+    cached: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def kept(self) -> list[np.ndarray]:

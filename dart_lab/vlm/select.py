@@ -53,6 +53,8 @@ def select(
         raise DartLabError(f"{several[0]} decides in several stages, each on what the one before left; run it with prune()")
     parts = [pruner.parts()[0] for pruner in pruners]
     layers, front = split_parts(parts)
+    if layers["cache"]:
+        raise DartLabError(f"{layers['cache'][0].name} acts on the KV cache after the last layer; run it with prune()")
     last = max(layers["stages"], default=0)
 
     def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:

@@ -187,6 +187,8 @@ class VisionReducer:
             with_cls = part.keeps_cls
             reduction = self._decide(part, self._signals(self.feature_block, self._features, with_cls=with_cls))
             if reduction is not None:
+                if self._reduction is not None and not with_cls:  # from here on without the class token
+                    self._reduction = self._place(self._reduction, False)
                 self._take(reduction)
                 self._cls_goes_on = with_cls and self.has_cls
                 features = reduction.apply(self._features if self._cls_goes_on else features)
@@ -227,7 +229,7 @@ class VisionReducer:
 
     def _place(self, reduction: Reduction, cls_goes_on: bool) -> Reduction:
         """Translate the tower's indices into those of the tokens that go on, which lack the class token."""
-        if int(reduction.size[0]) == self.places:
+        if not self.drops_cls or int(reduction.size[0]) == self.places:
             return reduction
         if cls_goes_on:
             free = ~rows_to_mask(reduction.keep, self.places + 1)[:, 1:]
