@@ -146,7 +146,7 @@ def content_shift(maps: KeptMaps, flipped: KeptMaps, *, n_boot: int, seed: int) 
 
     `canvas`: correlation of the two maps cell by cell, as they lie: 1 if the place decides. `content`: the same after
     the second map is turned back: 1 if the content decides. `index` = canvas − content: above 0 the place, below 0 the
-    content.
+    content. A mean map that is symmetric from top to bottom agrees both ways and leaves the index at 0.
 
     `maps` correlates the mean maps (intervals: jackknife over images); `pictures` is the mean over samples of the
     correlation of each one's own two kept maps (intervals: bootstrap by image; chance gives 0).

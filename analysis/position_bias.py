@@ -156,7 +156,8 @@ def measure(table: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_null: i
         key = (*maps.grids, *maps.counts)
         if key not in nulls:
             nulls[key] = uniform_null(maps, draws=n_null, seed=seed)
-        entry = {"method": method, "keep": keep, **describe(maps, nulls[key], n_boot=n_boot, seed=seed)}
+        where = {"stage": str(part["stage"].iloc[0]), "layer": int(part["layer"].iloc[0])}
+        entry = {"method": method, "keep": keep, **where, **describe(maps, nulls[key], n_boot=n_boot, seed=seed)}
         turned = part[part["flip"] == FLIPPED]
         if len(turned):
             entry["content_shift"] = content_shift(maps, kept_maps(turned), n_boot=n_boot, seed=seed)

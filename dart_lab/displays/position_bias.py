@@ -19,7 +19,7 @@ Conditions = Mapping[tuple[str, str], Mapping[str, Any]]
 _TICKS = 4  # marks on the axis of row rates, at most
 # inches: a heat map, a panel to its right, and the margins
 _MAP, _SIDE = 1.55, 1.75
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.45, 0.15, 1.05, 1.25
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.45, 0.15, 1.05, 1.35
 _PLACE, _CONTENT = PALETTE[0], PALETTE[5]
 
 
@@ -28,7 +28,7 @@ def draw_position_bias(facts: Mapping[str, Any]) -> Figure:
 
     Args:
         facts: `model`, `data`, `layer`, `n`, `images`, `n_boot` and `conditions`, one entry for each method and budget,
-            with `rate` (rows, columns), `rows` and, if pictures were turned, `content_shift`.
+            with `stage`, `layer`, `rate` (rows, columns), `rows` and, if pictures were turned, `content_shift`.
 
     Raises:
         DartLabError: no conditions, or a fact is missing.
@@ -54,7 +54,7 @@ def _draw(
     grid = figure.add_gridspec(
         len(methods), len(budgets) + sides, width_ratios=[_MAP] * len(budgets) + [_SIDE] * sides,
         left=_LEFT / width, right=1 - _RIGHT / width, top=1 - _TOP / height, bottom=_BOTTOM / height,
-        wspace=0.12, hspace=0.1,
+        wspace=0.17, hspace=0.1,
     )
     widest = max(max(c["rows"]["high"]) for c in conditions.values())
     for i, method in enumerate(methods):
@@ -62,7 +62,8 @@ def _draw(
         for j, condition in enumerate(row):
             ax = figure.add_subplot(grid[i, j])
             heat_map(ax, condition["rate"])
-            ax.set_ylabel(method if j == 0 else "", fontsize=10.5, fontweight="bold")
+            if j == 0:
+                ax.set_ylabel(method + _stage(condition, facts["layer"]), fontsize=10.5, fontweight="bold")
             if i == 0:
                 ax.set_title(f"{condition['got']:g} kept")
         last = i == len(methods) - 1
@@ -85,7 +86,7 @@ def _rows(ax: Axes, row: Sequence[Mapping[str, Any]], widest: float, *, first: b
             ax.fill_betweenx(y, stats["null_low"], stats["null_high"], color=CHANCE, alpha=0.45, linewidth=0)
         colour = PALETTE[shade % len(PALETTE)]
         ax.fill_betweenx(y, stats["low"], stats["high"], color=colour, alpha=0.25, linewidth=0)
-        ax.plot(stats["value"], y, color=colour, linewidth=1.2, label=f"{condition['got']:g} kept")
+        ax.plot(stats["value"], y, color=colour, linewidth=1.0, label=f"{condition['got']:g} kept")
     ax.axvline(1, color="0.35", linewidth=0.7, linestyle=":")
     ticks = range(0, math.ceil(widest) + 1, max(1, math.ceil(widest / _TICKS)))
     ax.set(xlim=(0, max(2.0, 1.05 * widest)), ylim=(len(y) - 0.5, -0.5), xticks=ticks, yticks=[])
@@ -130,13 +131,24 @@ def _words(figure: Figure, facts: Mapping[str, Any], shifted: bool) -> None:
     )
     notes = ["Bands, bars: 95 % over pictures (bootstrap; mean map: jackknife). Chance: 95 % of uniform samplers."]
     if shifted:
-        notes.insert(0, "Pruned again upside down: a bias of position stays in place, a liking for content moves.")
+        notes = [
+            "Pruned again upside down: a bias of position stays in place, a liking for content moves along.",
+            "A mean map that is symmetric from top to bottom agrees both ways; then look at each picture.",
+            *notes,
+        ]
         key = {"va": "top", "fontweight": "bold"}
         says = "correlation with the flipped picture's kept cells"
         write(right, _BOTTOM - 0.3, says, ha="right", va="top", fontsize=8.5)
         write(right - _SIDE / width, _BOTTOM - 0.5, "■ same place", color=_PLACE, ha="center", **key)
         write(right, _BOTTOM - 0.5, "● same content", color=_CONTENT, ha="right", **key)
-    write(left, 0.1, "\n".join(notes), va="bottom", fontsize=8.5, linespacing=1.3)
+    write(left, 0.1, "\n".join(notes), va="bottom", fontsize=8, linespacing=1.25)
+
+
+def _stage(condition: Mapping[str, Any], layer: int) -> str:
+    """Where a method acts, if not before the layer that the title names."""
+    if condition["stage"] != "LLM_LAYER":
+        return f"\n({condition['stage'].lower().replace('_', ' ')})"
+    return "" if condition["layer"] == layer else f"\n(K = {condition['layer']})"
 
 
 def _in_order(names: Any) -> list[str]:

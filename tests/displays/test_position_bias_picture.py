@@ -20,7 +20,7 @@ def facts(methods: int = 2, budgets: int = 3, shifted: bool = True) -> dict[str,
             value = rng.random(6) + 0.5
             condition = {
                 "method": f"method-{m}", "keep": str(10 * (k + 1)), "got": 10.0 * (k + 1),
-                "rate": rng.random((6, 5)).tolist(),
+                "rate": rng.random((6, 5)).tolist(), "stage": "LLM_LAYER", "layer": 2,
                 "rows": {
                     "value": value.tolist(), "low": (value - 0.1).tolist(), "high": (value + 0.1).tolist(),
                     "null_low": [0.9] * 6, "null_high": [1.1] * 6,
@@ -63,6 +63,13 @@ def test_row_lines_and_intervals_are_the_given_ones_with_the_top_row_on_top() ->
     assert ax.lines[0].get_xdata().tolist() == rows["value"]
     assert ax.yaxis_inverted()
     assert ax.get_xlim()[1] >= max(rows["high"]), "nothing is cut off"
+
+
+def test_a_method_that_acts_elsewhere_than_the_title_says_is_marked() -> None:
+    given = facts(3, 1)
+    given["conditions"][1]["stage"], given["conditions"][2]["layer"] = "VISION_OUT", 8
+    labels = [ax.get_ylabel() for ax in draw_position_bias(given).axes if ax.images]
+    assert labels == ["method-0", "method-1\n(vision out)", "method-2\n(K = 8)"]
 
 
 def test_without_flipped_pictures_their_panels_are_absent() -> None:
