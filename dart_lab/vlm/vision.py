@@ -57,6 +57,7 @@ class VisionReducer:
         self._cls_goes_on = False
         self._captured: dict[int, Captured] = {}
         self._sizes: Tensor | None = None
+        self._valid: Tensor | None = None
         self._features: Tensor | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -91,7 +92,7 @@ class VisionReducer:
         return {int(name.removeprefix("attention@")) for name in names}
 
     def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._reduction = self.placed = self._sizes = self._features = None
+        self._reduction = self.placed = self._sizes = self._valid = self._features = None
         self._cls_goes_on = False
         self._captured.clear()
 
@@ -107,7 +108,7 @@ class VisionReducer:
         as_tuple = compat.returns_tuple(block)
 
         def forward(hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-            bias = self._size_bias(hidden_states) if self.parts[0].proportional else attention_mask
+            bias = self._bias(hidden_states, attention_mask)
             for name in ("output_attentions", "causal_attention_mask"):
                 kwargs.pop(name, None)
             attended = block.self_attn(hidden_states=block.layer_norm1(hidden_states), attention_mask=bias, **kwargs)
@@ -120,12 +121,17 @@ class VisionReducer:
         block.forward = forward
         self._undo.append(lambda: vars(block).pop("forward", None))
 
-    def _size_bias(self, states: Tensor) -> Tensor | None:
-        """Proportional attention: log size of every key, `(crops, 1, tokens, tokens)`; None while all sizes are 1."""
-        if self._sizes is None:
-            return None
-        bias = self._sizes.log()[:, None, None, :].to(states.dtype)
-        return bias.expand(-1, 1, states.shape[1], -1)
+    def _bias(self, states: Tensor, given: Tensor | None) -> Tensor | None:
+        """What a block adds to its logits, `(crops, 1, tokens, tokens)`: log size of every key, if attention is
+        proportional; empty slots of crops that keep fewer are closed. None before anything was merged.
+        """
+        bias = None
+        if self._sizes is not None and self.parts[0].proportional:
+            bias = self._sizes.clamp(min=1).log().to(states.dtype)
+        if self._valid is not None:
+            bias = torch.zeros_like(states[:, :, 0]) if bias is None else bias
+            bias = bias.masked_fill(~self._valid, torch.finfo(states.dtype).min)
+        return given if bias is None else bias[:, None, None, :].expand(-1, 1, states.shape[1], -1)
 
     def _reduce_block(self, index: int, part: Pruner, states: Tensor) -> Tensor:
         sizes = self._sizes if self._sizes is not None else torch.ones(states.shape[:2], device=states.device)
@@ -134,6 +140,8 @@ class VisionReducer:
         if reduction is None:
             return states
         self._sizes = reduction.slot_sizes(sizes)
+        filled = reduction.sequence != PAD
+        self._valid = None if bool(filled.all()) else filled
         self._take(reduction)
         return reduction.apply(states)
 
@@ -147,6 +155,8 @@ class VisionReducer:
         crops, length = states.shape[:2]
         captured = self._captured[block]
         attended = torch.ones(crops, length, dtype=torch.bool, device=states.device)
+        if self._valid is not None:
+            attended = self._valid
         first = 1 if self.has_cls and not with_cls else 0
         providers: dict[str, Callable[..., Tensor]] = {
             "hidden": lambda: states,
@@ -159,7 +169,8 @@ class VisionReducer:
         }
         cls = torch.zeros(crops, dtype=torch.int64, device=states.device) if self.has_cls else None
         return Signals(
-            visual=torch.arange(first, length, device=states.device).expand(crops, -1), attended=attended, cls=cls,
+            visual=torch.arange(first, length, device=states.device).expand(crops, -1).where(attended[:, first:], PAD),
+            attended=attended, cls=cls,
             grid=self._grid(crops, length, first, states.device), providers=providers,
             original=torch.full((crops,), self.places + self.drops_cls - first, device=states.device),
         )
