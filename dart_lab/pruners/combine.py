@@ -127,6 +127,14 @@ class Then(_Two):
 
     verb: ClassVar[str] = "then"
 
+    def asked(self, signals: Signals) -> Tensor:
+        """`(batch,)` int64: what the second is asked for; -1 if that depends on what the first decides."""
+        first = self.first.asked(signals)
+        if "official" in (self.first.budget, self.second.budget) or bool((first == PAD).any()):
+            return super().asked(signals)
+        place = torch.arange(signals.visual.shape[1], device=first.device)
+        return self.second.asked(narrowed(signals, place < first[:, None]))  # which ones stay makes no difference
+
     def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
         """The second decides on the rest of the first."""
         first = dropping_only(self.name, self.first.reduce(signals, self.first.asked(signals)))

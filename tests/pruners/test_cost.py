@@ -20,6 +20,7 @@ from dart_lab.pruners import (
     Pruner,
     Random,
     Schedule,
+    Then,
     Windowed,
     cost_of,
     parse_pruner,
@@ -215,7 +216,8 @@ def test_two_whole_layers_of_five_crops_cost_more_than_160() -> None:
     (DART(reduction_ratio=0.778, budget="official"), dataclasses.replace(LLAVA, visual=1000), 220),
     (DART(keep=128), LLAVA, 128), (FastV(reduction_ratio=0.75, budget="official"), LLAVA, 144),
     (Random(keep=0.111), LLAVA, 64), (NoneKept(), LLAVA, 0), (KeepAll(), LLAVA, 576),
-    (Windowed(FastV(keep=144)), LLAVA, 144), (parse_pruner("alpha:0.25"), LLAVA, 144),
+    (Windowed(FastV(keep=144)), LLAVA, 144), (Then(FastV(keep=0.5), DART(keep=0.25)), LLAVA, 72),
+    (parse_pruner("alpha:0.25"), LLAVA, 144),
 ])
 def test_what_a_method_keeps_is_found_without_a_model(method: Pruner, model: ModelShape, kept: int) -> None:
     cost = cost_of(method, model)

@@ -454,7 +454,8 @@ def test_the_second_method_chooses_among_what_the_first_leaves(many: int, seed: 
     first = Random(keep=many, seed=seed)
     found, pool = Then(first, FastV(keep=few))(signals), kept(first(signals))
     assert kept(found) == sorted(sorted(pool, key=lambda i: -score[i])[:few])
-    assert found.asked.tolist() == [few] and ordered(found) == sorted(pool, key=lambda i: -score[i])[:few]
+    assert Then(first, FastV(keep=few)).asked(signals).tolist() == found.asked.tolist() == [few]
+    assert ordered(found) == sorted(pool, key=lambda i: -score[i])[:few]
 
 
 def test_a_sequence_of_dart_does_not_take_dropped_tokens_for_text() -> None:
