@@ -16,7 +16,7 @@ from dart_lab.pruners.dart_certificate import covering, duplication_margin
 from dart_lab.pruners.dart_pivots import SIGNALS, PivotOrder, PivotScore, cpython_set_order, pivot_scores, positions
 from dart_lab.pruners.dart_quota import OfficialPath, check_pivots, exact_quota, official_quota
 from dart_lab.pruners.reduction import PAD, Reduction, rows_to_mask
-from dart_lab.pruners.selectors import cosine, padding_last, top_k
+from dart_lab.pruners.selectors import padding_last, stable_cosine, top_k
 from dart_lab.pruners.signals import Signals, gather_tokens
 
 
@@ -117,7 +117,7 @@ class DART(Pruner):
         images, pivots = self._choose_pivots(signals, asked)
         anchors = gather_tokens(normed, pivots)
         columns = visual.clamp(min=0)[:, None, :].expand(-1, pivots.shape[1], -1)
-        duplication = cosine(anchors, normed).gather(2, columns)  # (batch, pivots, n): dup(p_i, x)
+        duplication = stable_cosine(anchors, normed).gather(2, columns)  # (batch, pivots, n): dup(p_i, x)
 
         real = (pivots != PAD)[:, :, None]
         pool = signals.valid & ~rows_to_mask(images, visual.shape[1])

@@ -8,6 +8,8 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.reduction import PAD
 
+ROWS_AT_A_TIME = 512  # a block whose float64 copy is small; larger blocks are slower, smaller ones cost more calls
+
 
 def top_k(score: Tensor, counts: Tensor, valid: Tensor) -> Tensor:
     """The `counts` best tokens of each row, best first; equal scores go to the lower index.
@@ -71,5 +73,22 @@ def min_max(values: Tensor, valid: Tensor) -> Tensor:
 
 def cosine(a: Tensor, b: Tensor) -> Tensor:
     """Cosine similarity of every pair: a `(batch, p, channels)`, b `(batch, n, channels)` → `(batch, p, n)` float32."""
-    norm = torch.linalg.vector_norm(b, dim=-1, dtype=torch.float32).clamp(min=torch.finfo(torch.float32).tiny)
+    norm = torch.linalg.vector_norm(b.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     return torch.nn.functional.normalize(a.float(), dim=-1) @ b.float().mT / norm[..., None, :]
+
+
+def stable_cosine(a: Tensor, b: Tensor) -> Tensor:
+    """`cosine`, with equal results for equal vectors, wherever they stand and whatever the batch.
+
+    A float32 matrix product adds in an order that depends on the place, so that copies of a vector differ in the last
+    bit and ties are decided by chance. Here products are added in float64 and rounded once. Slower; for a few rows `a`.
+
+    >>> copies = torch.full((1, 7, 3), 0.1)
+    >>> stable_cosine(copies[:, :1], copies).unique().numel()
+    1
+    """
+    wide = torch.float32 if a.device.type == "mps" else torch.float64  # that backend has no float64
+    left = torch.nn.functional.normalize(a.to(wide), dim=-1)
+    product = torch.cat([left @ rows.to(wide).mT for rows in b.split(ROWS_AT_A_TIME, dim=1)], dim=-1)
+    norm = torch.linalg.vector_norm(b.float(), dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    return (product / norm[..., None, :]).float()

@@ -165,6 +165,34 @@ def test_text_before_the_image_is_never_a_pivot() -> None:
     assert int(DART(keep=10)(replaced(signals, keys=keys)).notes["pivots"].min()) >= 6
 
 
+@pytest.mark.parametrize(("length", "channels"), [(40, 64), (333, 256), (673, 64)])
+def test_copies_tie_exactly_and_go_by_index(length, channels) -> None:
+    """Copies of a token get equal bits wherever they stand, also beside padding, so that the lower index wins."""
+    generator = torch.Generator().manual_seed(length)
+    states = torch.randn(1, length, channels, generator=generator)
+    states[0, ::3] = states[0, 0].clone()
+    keys = torch.randn(1, 2, length, 4, generator=generator)
+    n = length - 8
+    alone = DART(keep=0.7)(Signals.of(visual=torch.arange(n)[None], normed=states, keys=keys))
+    assert alone.score[0, ::3].unique().numel() == 1
+    order = alone.order[0].tolist()
+    copies = [i for i in order[4:] if i % 3 == 0]
+    quotas = alone.notes["quota"][0].cumsum(0)
+    for start, end in pairwise([0, *quotas.tolist()]):  # within a pivot's picks, and so from pick to pick
+        round_ = [i for i in order[4:][start:end] if i % 3 == 0]
+        assert round_ == sorted(round_)
+    assert copies == sorted(copies)
+    padded = Signals.of(
+        visual=torch.stack([torch.arange(n) + 13, torch.arange(n) + 13]),
+        attended=torch.arange(length + 13).expand(2, -1) >= 13,
+        normed=torch.cat([torch.randn(2, 13, channels), states.expand(2, -1, -1)], dim=1),
+        keys=torch.cat([torch.randn(2, 2, 13, 4), keys.expand(2, -1, -1, -1)], dim=2),
+    )
+    beside = DART(keep=0.7)(padded)
+    assert torch.equal(beside.order, alone.order.expand(2, -1))
+    assert torch.equal(beside.score[0], alone.score[0])
+
+
 def test_equal_tokens_go_to_the_lower_index() -> None:
     signals = Signals.of(visual=torch.arange(12)[None], normed=torch.ones(1, 14, 4), keys=torch.ones(1, 1, 14, 4))
     got = DART(keep=7)(signals)
