@@ -34,7 +34,8 @@ def selection(r: dict[str, Any]) -> str:
     share = ", ".join(f"{name} {percent} %" for name, percent in r["percent_of_a_layer"].items())
     return (
         f"DART on {r['visual_tokens']:,} visual tokens of {r['channels']:,} channels, in percent of one decoder "
-        f"layer of that width and length ({r['dtype']}): {share}. Goal: below {r['goal_percent']:g} % without the certificate."
+        f"layer of that width and length ({r['dtype']}): {share}. Goal: below {r['goal_percent']:g} % without the "
+        "certificate."
     )
 
 
@@ -45,8 +46,8 @@ def prefill(r: dict[str, Any]) -> str:
     )
     return (
         f"{r['layers']} layers of {r['channels']} channels, {r['visual_tokens']:,} → {r['kept']:,} visual tokens "
-        f"at layer {r['layer']}, {r['text_tokens']} text tokens. Keep-all costs {r['keep_all_overhead_percent']} % (goal: below "
-        f"{r['goal_overhead_percent']:g} %). Multiply-accumulates predict {r['theoretical_gain']}×; measured: {gains} "
+        f"at layer {r['layer']}, {r['text_tokens']} text tokens. Keep-all costs {r['keep_all_overhead_percent']} % "
+        f"(goal: below {r['goal_overhead_percent']:g} %). Multiply-accumulates predict {r['theoretical_gain']}×; measured: {gains} "
         f"(goal: at least {r['goal_percent_of_theory']:g} %)."
     )
 
