@@ -110,7 +110,15 @@ def sides(rows: int, columns: int, m: int) -> tuple[int, int]:
 
 
 def resize(old: int, new: int, kind: Filter) -> Tensor:
-    """`(new, old)` float32 weights that resize a line of `old` places to `new`."""
-    each = torch.eye(old)[None, :, :, None]
-    smooth = {"antialias": True} if kind == "bilinear" else {}
-    return torch.nn.functional.interpolate(each, size=(new, 1), mode=kind, **smooth)[0, :, :, 0].T
+    """`(new, old)` float32 weights that resize a line of `old` places to `new`.
+
+    >>> resize(4, 2, "bilinear")[0]
+    tensor([0.4286, 0.4286, 0.1429, 0.0000])
+    """
+    if kind == "bilinear":
+        step = old / new
+        centre, place = (torch.arange(new) + 0.5) * step, torch.arange(old) + 0.5
+        triangle = (1 - (place - centre[:, None]).abs() / max(step, 1.0)).clamp(min=0)
+        return triangle / triangle.sum(dim=1, keepdim=True)
+    each = torch.eye(old)[None, :, None, :]  # as many channels as places, each 1 at its own
+    return torch.nn.functional.interpolate(each, size=(1, new), mode=kind)[0, :, 0, :].T
