@@ -35,16 +35,21 @@ LAZY = {
     "select": "dart_lab.vlm.select",
 }
 
+#: Packages that may be reached as `dart_lab.pruners` and so on without an import of their own.
+ROOMS = ("analysis", "displays", "probes", "pruners", "studies", "tasks", "testing", "vlm")
+
 __all__ = ["DartLabError", "DartLabWarning", "__version__", *LAZY]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ROOMS:
+        return import_module(f"dart_lab.{name}")
     if name not in LAZY:
-        raise AttributeError(f"module 'dart_lab' has no attribute {name!r}. {did_you_mean(name, LAZY)}")
+        raise AttributeError(f"module 'dart_lab' has no attribute {name!r}. {did_you_mean(name, [*LAZY, *ROOMS])}")
     value = getattr(import_module(LAZY[name]), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *LAZY})
+    return sorted({*globals(), *LAZY, *ROOMS})

@@ -11,6 +11,7 @@ import tomllib
 import zipfile
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -118,6 +119,7 @@ def test_every_lazy_name_exists_and_unknown_ones_are_explained() -> None:
     for name in dl.__all__:
         assert getattr(dl, name) is not None
     assert set(dl.__all__) <= set(dir(dl))
+    assert python("import dart_lab as dl; print(dl.pruners.DART.name)", ROOT) == "dart"
     with pytest.raises(AttributeError, match="Did you mean 'prune'"):
         dl.prun  # noqa: B018
 
@@ -155,6 +157,34 @@ def test_constraints_pin_every_dependency_once_and_nothing_local() -> None:
         requirement = Requirement(line)
         assert requirement.specifier.contains(versions[requirement.name.lower().replace("_", "-")]), line
     assert "torchvision" not in names
+
+
+def test_the_python_of_the_readme_does_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(compile("".join(code), "README.md", "exec"), scope)
+    table = scope["run"].table()
+    assert (len(scope["run"].kept[0]), len(table), int(table["kept"].sum())) == (64, 576, 64)
+    header = capsys.readouterr().out.splitlines()[-6]
+    assert all(column in header for column in ("row", "column", "kept", "score"))
+
+
+def test_the_commands_of_the_readme_exist() -> None:
+    from dart_lab.cli import app
+
+    used = set(re.findall(r"^dart-lab (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert used and used <= known
+
+
+def test_every_skip_has_its_line() -> None:
+    listed = (ROOT / "tests" / "SKIPS.md").read_text()
+    pattern = re.compile(r"pytest\.(?:mark\.)?(?:skip|importorskip|xfail)")
+    skipping = [
+        str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("*.py")
+        if file != Path(__file__) and pattern.search(file.read_text())
+    ]
+    assert [name for name in skipping if name not in listed] == []
 
 
 def test_nothing_in_the_tree_names_this_machine() -> None:
