@@ -47,7 +47,8 @@ def prefill(r: dict[str, Any]) -> str:
     return (
         f"{r['layers']} layers of {r['channels']} channels, {r['visual_tokens']:,} → {r['kept']:,} visual tokens "
         f"at layer {r['layer']}, {r['text_tokens']} text tokens. Keep-all costs {r['keep_all_overhead_percent']} % "
-        f"(goal: below {r['goal_overhead_percent']:g} %). Multiply-accumulates predict {r['theoretical_gain']}×; measured: {gains} "
+        f"(goal: below {r['goal_overhead_percent']:g} %). Multiply-accumulates predict {r['theoretical_gain']}×; "
+        f"measured: {gains} "
         f"(goal: at least {r['goal_percent_of_theory']:g} %)."
     )
 
