@@ -38,7 +38,9 @@ def reduce_caches(
         for index in range(part.stage.layer, len(text.layers)):
             layer = compat.cache_layer(cache, index)
             if layer is None:
-                raise DartLabError(f"{part.name} reduces the KV cache, but the model runs without one; set use_cache=True")
+                raise DartLabError(
+                    f"{part.name} reduces the KV cache, but the model runs without one; set use_cache=True"
+                )
             if compat.fixed_length(layer) is not None:
                 raise DartLabError(f"{part.name} cannot shorten a static cache; use the default one")
             _reduce_layer(part, index, layer, compat.cache_layer(cache, len(text.layers) - 1), now, decide, received)
@@ -63,7 +65,8 @@ def _reduce_layer(
     survivors.scatter_(1, final.where(final != PAD, now.total), True)
     positions = mask_to_rows(chosen_from)
     signals = Signals(
-        visual=positions, attended=attended,
+        visual=positions,
+        attended=attended,
         providers={
             "keys": lambda: keys,
             "values": lambda: layer.values,

@@ -66,7 +66,9 @@ def self_attention(layer: nn.Module) -> Any:
     for name, child in layer.named_children():
         if "attn" in name and hasattr(child, "config"):
             return child
-    raise DartLabError(f"{type(layer).__name__} has no self-attention module (a linear-attention layer?); choose another layer")
+    raise DartLabError(
+        f"{type(layer).__name__} has no self-attention module (a linear-attention layer?); choose another layer"
+    )
 
 
 def vision_tower(model: nn.Module) -> nn.Module | None:
@@ -122,7 +124,8 @@ def attention_registry() -> MutableMapping[str, Callable[..., Any]]:
 
 
 def real_tokens(mask: Any, total: int) -> Tensor | None:
-    """`(batch, total)` bool, which columns are no padding, from the text model's attention mask; None if it does not say.
+    """`(batch, total)` bool, which columns are no padding, from the text model's attention mask; None if it does not
+    say.
 
     A ready-made 4-D mask says it in its last row, the prompt's last token.
     """
@@ -141,7 +144,9 @@ def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tens
         DartLabError: a backend that cannot take an explicit mask.
     """
     if backend == "eager":
-        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, torch.finfo(dtype).min)
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
     if "sdpa" in backend:
         return allowed
     if "flash" in backend:
@@ -170,8 +175,10 @@ def refuse_unsafe_layers(model: Any, first: int) -> None:
         bad = {kind for kind in kinds[first:] if kind != "full_attention"}
         if bad:
             raise DartLabError(
-                f"{type(model).__name__}: layers from {first} on use {', '.join(sorted(bad))}; pruning would shift what their "
+                f"{type(model).__name__}: layers from {first} on use {', '.join(sorted(bad))}; pruning shifts what their "
                 "window or state covers, so it is refused"
             )
     elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
-        raise DartLabError(f"{type(model).__name__} uses a sliding window, which would slide over kept slots; pruning is refused")
+        raise DartLabError(
+            f"{type(model).__name__} uses a sliding window, which would slide over kept slots; pruning is refused"
+        )

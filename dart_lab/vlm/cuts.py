@@ -18,8 +18,8 @@ class Cut:
 
     Attributes:
         layer: the first layer that runs on it.
-        rows: `(batch, m)` tokens of this pass that the slots stand for, right-aligned, -1 for the empty slots of samples
-            that keep fewer.
+        rows: `(batch, m)` tokens of this pass that the slots stand for, right-aligned, -1 for the empty slots of
+            samples that keep fewer.
         local: the same counted within the sequence before the cut.
         hollow: there are empty slots.
         ordered: the slots follow the order of the prompt, so its causal mask can be gathered.
@@ -41,13 +41,20 @@ class Cut:
         return short if self.merge is None else self.merge(before, short)
 
     def extended(self, new: Tensor, slots: int, before: int) -> Cut:
-        """The same cut with tokens `new` `(k,)` behind it, where the sequence before the cut had `slots` and `before` tokens."""
+        """The same cut with tokens `new` `(k,)` behind; before it there were `slots` slots for `before` tokens."""
         later = new.expand(self.rows.shape[0], -1)
         local = torch.cat([self.local, later - before + slots], dim=1)
         merge = self.merge
         return Cut(
-            self.layer, torch.cat([self.rows, later], dim=1), local, self.hollow, self.ordered, self.compact,
-            None if merge is None else lambda states, short: torch.cat(
+            self.layer,
+            torch.cat([self.rows, later], dim=1),
+            local,
+            self.hollow,
+            self.ordered,
+            self.compact,
+            None
+            if merge is None
+            else lambda states, short: torch.cat(
                 [merge(states[:, :slots], short[:, : -len(new)]), short[:, -len(new) :]], dim=1
             ),
         )
@@ -91,10 +98,13 @@ def make_cut(
     new_rows = rows.gather(1, local.clamp(min=0)).masked_fill(hollow, PAD)
     merge = None
     if reduction.merge is not None:
+
         def merge(before: Tensor, short: Tensor) -> Tensor:
             merged = reduction.apply(gather_tokens(before, positions.to(before.device)))
             spare = torch.cat([short, short[:, :1]], dim=1)
-            index = places.where(places != PAD, short.shape[1]).to(short.device)[:, :, None].expand(-1, -1, short.shape[2])
+            index = (
+                places.where(places != PAD, short.shape[1]).to(short.device)[:, :, None].expand(-1, -1, short.shape[2])
+            )
             return spare.scatter(1, index, merged)[:, :-1]
 
     ordered = reduction.slots is None or bool((new_rows[:, 1:] >= new_rows[:, :-1]).all())
@@ -120,7 +130,7 @@ def gather_along(tensor: Tensor, rows: Tensor, dim: int) -> Tensor:
 
 
 def right_align(keep: Tensor) -> Tensor:
-    """`(batch, n)` bool → `(batch, m)` ascending indices, the padding (-1) in front: the last slot is the last token."""
+    """`(batch, n)` bool → `(batch, m)` ascending indices, padding (-1) in front: the last slot is the last token."""
     index = mask_to_rows(keep)
     counts = (index != PAD).sum(dim=1, keepdim=True)
     slot = torch.arange(index.shape[1], device=index.device) - (index.shape[1] - counts)

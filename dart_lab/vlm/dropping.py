@@ -38,8 +38,16 @@ class Dropper(PassWatcher):
     """
 
     def __init__(
-        self, model: Any, family: Family | None, visual: Tensor | None, *, stages: Iterable[int], decide: Decide,
-        compact: Iterable[int] = (), needs: Iterable[str] = (), cache: Sequence[Pruner] = (),
+        self,
+        model: Any,
+        family: Family | None,
+        visual: Tensor | None,
+        *,
+        stages: Iterable[int],
+        decide: Decide,
+        compact: Iterable[int] = (),
+        needs: Iterable[str] = (),
+        cache: Sequence[Pruner] = (),
         decide_cache: DecideCache | None = None,
     ) -> None:
         super().__init__(model, family, visual)
@@ -81,7 +89,7 @@ class Dropper(PassWatcher):
         now = self.current
         if now is None or now.visual is None:
             return
-        if layer + 1 in self.stages and layer + 1 not in now.cuts:
+        if layer + 1 in self.stages and layer + 1 not in now.decided:
             now.captured[layer] = captured
         if layer in self._summed and now.past == 0:
             self._received[layer] = received(captured, self._real(now, now.cut_at(layer)), 0)
@@ -90,7 +98,9 @@ class Dropper(PassWatcher):
         """`(batch, m)` bool: which tokens of the sequence under a cut are real."""
         if now.visual is None:
             raise DartLabError("there is no prompt with visual tokens in this pass")
-        rows = torch.arange(now.length, device=now.visual.device).expand(len(now.visual), -1) if cut is None else cut.rows
+        rows = (
+            torch.arange(now.length, device=now.visual.device).expand(len(now.visual), -1) if cut is None else cut.rows
+        )
         real = rows != PAD
         if now.attended is not None:
             real = real & now.attended.to(rows.device)[:, now.past :].gather(1, rows.clamp(min=0))
@@ -128,7 +138,7 @@ class Dropper(PassWatcher):
             if now is None:
                 return None
             states: Tensor = args[0] if args else kwargs["hidden_states"]
-            if index in self.stages and now.visual is not None and index not in now.cuts and not now.step:
+            if index in self.stages and now.visual is not None and index not in now.decided and not now.step:
                 self._ask(index, now, states, kwargs)
             cut = now.cut_at(index)
             layer = compat.cache_layer(compat.cache_of(kwargs), index)
@@ -140,14 +150,19 @@ class Dropper(PassWatcher):
                 states = cut.states(states)
             hollow = ragged.has_empty_slots(layer) or (cut is not None and cut.hollow)
             key = (
-                None if cut is None else cut.layer, None if known is None else known.shape[1],
+                None if cut is None else cut.layer,
+                None if known is None else known.shape[1],
                 index if self._cache else None,  # a cache stage leaves other columns in every layer
             )
-            columns = _once(now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device))
+            columns = _once(
+                now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device)
+            )
             shift = ragged.shift_of(layer)
             self._move(now, cut, shift, kwargs, states, key)
             self._shorten(now, cut, columns, hollow, kwargs, states, key)
-            later = shift if cut is None or not cut.compact else cut.dropped(now.length) + (0 if shift is None else shift)
+            later = (
+                shift if cut is None or not cut.compact else cut.dropped(now.length) + (0 if shift is None else shift)
+            )
             now.held[index] = Held(columns, hollow, shift, later)
             if args:
                 return (states, *args[1:]), kwargs
@@ -190,24 +205,33 @@ class Dropper(PassWatcher):
         number = torch.where(positions == PAD, PAD, numbers.gather(1, positions.clamp(min=0)))
         signals = self._signals(index, now, states, rows, positions, number, previous, kwargs)
         reduction = self._decide(index, signals, now.samples, number)
+        now.decided.add(index)  # checkpointing may run a layer and its hooks again
         now.captured.pop(index - 1, None)
         if reduction is None or (reduction.merge is None and torch.equal(reduction.counts, signals.counts)):
             return
         compact = index in self._compact
         if previous is not None and previous.compact and not compact:
             raise DartLabError(
-                f"layer {previous.layer} renumbers positions and layer {index} keeps them; give both stages the same policy"
+                f"layer {previous.layer} renumbers positions, layer {index} keeps them; give both the same policy"
             )
         now.cuts[index] = make_cut(
             reduction, layer=index, rows=rows, visual=visual, positions=positions, compact=compact
         )
 
     def _signals(
-        self, index: int, now: Pass, states: Tensor, rows: Tensor, positions: Tensor, number: Tensor,
-        previous: Cut | None, kwargs: dict[str, Any],
+        self,
+        index: int,
+        now: Pass,
+        states: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        number: Tensor,
+        previous: Cut | None,
+        kwargs: dict[str, Any],
     ) -> Signals:
         attended = self._real(now, previous).to(states.device)
         held = now.held.get(index - 1)
+
         def same_tokens(layer: int) -> Tensor | None:
             recorded = now.entered.get(layer)
             if recorded is None or recorded.shape[1] == rows.shape[1]:
@@ -220,12 +244,22 @@ class Dropper(PassWatcher):
             return own["position_embeddings"]
 
         return Signals(
-            visual=positions, attended=attended, grid=self.grid(now, number), sample_seeds=lambda: self.seeds(now),
+            visual=positions,
+            attended=attended,
+            grid=self.grid(now, number),
+            sample_seeds=lambda: self.seeds(now),
             original=self.sizes(now, states.device),
-            providers=self._marked(number) | layer_providers(
-                self.text, now.captured[index - 1], layer=index, states=states, attended=attended,
-                before=now.past if held is None else held.columns.shape[1] - rows.shape[1], embeds=lambda: same_tokens(0),
-                entered=lambda: same_tokens(index - 1), positions=rotary,
+            providers=self._marked(number)
+            | layer_providers(
+                self.text,
+                now.captured[index - 1],
+                layer=index,
+                states=states,
+                attended=attended,
+                before=now.past if held is None else held.columns.shape[1] - rows.shape[1],
+                embeds=lambda: same_tokens(0),
+                entered=lambda: same_tokens(index - 1),
+                positions=rotary,
             ),
         )
 
@@ -248,7 +282,9 @@ class Dropper(PassWatcher):
         elif cut is not None or shift is not None:
             ids = kwargs.get("position_ids")
             if not isinstance(ids, Tensor) or ids.dim() != 2:
-                raise DartLabError("positions can be renumbered only where they are one number a token; keep the original ones")
+                raise DartLabError(
+                    "positions can be renumbered only where they are one number a token; keep the original ones"
+                )
             moved = _once(now, ("moved", key), ids, lambda value: renumbered(value, cut, shift))
             kwargs["position_ids"] = moved
             kwargs["position_embeddings"] = _once(
@@ -256,17 +292,34 @@ class Dropper(PassWatcher):
             )
 
     def _shorten(
-        self, now: Pass, cut: Cut | None, columns: Tensor, hollow: bool, kwargs: dict[str, Any], states: Tensor, key: Any
+        self,
+        now: Pass,
+        cut: Cut | None,
+        columns: Tensor,
+        hollow: bool,
+        kwargs: dict[str, Any],
+        states: Tensor,
+        key: Any,
     ) -> None:
-        """Rewrite a layer's keyword arguments to the rows and columns that it really has; once a pass, not once a layer."""
+        """Rewrite a layer's keyword arguments to the rows and columns that it has; computed once a pass."""
         device, cache = states.device, compat.cache_layer(compat.cache_of(kwargs), self.stages[0])
         rows = None if cut is None else cut.rows.to(device)
         kwargs["attention_mask"] = _once(
-            now, ("mask", key), kwargs.get("attention_mask"),
+            now,
+            ("mask", key),
+            kwargs.get("attention_mask"),
             lambda mask: ragged.short_mask(
-                mask, rows=rows, columns=columns, hollow=hollow, ordered=cut is None or cut.ordered,
-                past=now.past, length=now.length, attended=now.attended, width=compat.fixed_length(cache),
-                backend=compat.backend_of(self.text), dtype=states.dtype,
+                mask,
+                rows=rows,
+                columns=columns,
+                hollow=hollow,
+                ordered=cut is None or cut.ordered,
+                past=now.past,
+                length=now.length,
+                attended=now.attended,
+                width=compat.fixed_length(cache),
+                backend=compat.backend_of(self.text),
+                dtype=states.dtype,
             ),
         )
         if kwargs.get("cache_position") is not None:  # releases before 5.4: where a static cache writes
@@ -294,7 +347,7 @@ def _columns(now: Pass, cut: Cut | None, known: Tensor | None, batch: int, devic
 
 
 def renumbered(ids: Tensor, cut: Cut | None, shift: Tensor | None) -> Tensor:
-    """Renumber position ids `(batch | 1, n)` without gaps: those of the first m tokens, less what earlier passes lost."""
+    """Renumber position ids `(batch | 1, n)`: those of the first m tokens, less what earlier passes lost."""
     if cut is not None:
         slot = torch.arange(cut.rows.shape[1], device=ids.device) - (cut.rows == PAD).sum(dim=1, keepdim=True)
         ids = gather_along(ids, slot, dim=-1)

@@ -1,7 +1,7 @@
 """Drop visual tokens in front of the language model: after the vision tower, the projector, or from the packed prompt.
 
-The text model gets the shorter prompt and builds its own masks for it; the KV cache is uniformly short. Later passes of the
-same conversation are told the positions of the full prompt, or renumbered ones, as the method asks.
+The text model gets the shorter prompt and builds its own masks for it; the KV cache is uniformly short. Later passes of
+the same conversation are told the positions of the full prompt, or renumbered ones, as the method asks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,16 @@ class FrontDropper(Dropper):
     """
 
     def __init__(
-        self, model: Any, family: Any, visual: Tensor | None, *, front: Sequence[Pruner], note: Note, apply: bool = True,
-        before_layers: Callable[[], None] | None = None, **layers: Any,
+        self,
+        model: Any,
+        family: Any,
+        visual: Tensor | None,
+        *,
+        front: Sequence[Pruner],
+        note: Note,
+        apply: bool = True,
+        before_layers: Callable[[], None] | None = None,
+        **layers: Any,
     ) -> None:
         super().__init__(model, family, visual, **layers)
         self._inputs = [part for part in front if part.stage.kind == "LLM_IN"]
@@ -77,7 +85,7 @@ class FrontDropper(Dropper):
         return int(layer.kept_total) + int(layer.get_seq_length()) - int(columns.shape[1])
 
     def attended(self, kwargs: dict[str, Any], total: int) -> Tensor | None:
-        """As for any pass; a ready-made mask for a shortened cache counts other columns, so the prompt's padding is recalled."""
+        """As for any pass; a ready-made mask for a shortened cache counts other columns: recall the prompt's padding."""
         mask, layer = kwargs.get("attention_mask"), compat.cache_layer(compat.cache_of(kwargs), 0)
         if not isinstance(mask, Tensor) or mask.dim() != 4 or getattr(layer, "kept_columns", None) is None:
             return super().attended(kwargs, total)
@@ -119,7 +127,9 @@ class FrontDropper(Dropper):
         rows = torch.arange(full.length, device=embeds.device).expand(len(embeds), -1)
         visual = full.visual.to(embeds.device)
         positions = mask_to_rows(visual)
-        number = torch.arange(positions.shape[1], device=embeds.device).expand(len(embeds), -1).where(positions != PAD, PAD)
+        number = (
+            torch.arange(positions.shape[1], device=embeds.device).expand(len(embeds), -1).where(positions != PAD, PAD)
+        )
         first = self._decided_by_vision(full, number)
 
         def cut(reduction: Reduction) -> Cut:
@@ -138,11 +148,16 @@ class FrontDropper(Dropper):
                 marked = visual.gather(1, before.rows.clamp(min=0)) & (before.rows != PAD)
                 real = real.gather(1, before.rows.clamp(min=0)) & (before.rows != PAD)
                 number = first.sequence
-            second = part(Signals(
-                visual=mask_to_rows(marked), attended=real, original=full.visual.sum(dim=1).to(embeds.device),
-                grid=self.grid(full, number), sample_seeds=lambda: self.seeds(full),
-                providers={"hidden": lambda states=states: states, "embeds": lambda states=states: states},
-            ))
+            second = part(
+                Signals(
+                    visual=mask_to_rows(marked),
+                    attended=real,
+                    original=full.visual.sum(dim=1).to(embeds.device),
+                    grid=self.grid(full, number),
+                    sample_seeds=lambda: self.seeds(full),
+                    providers={"hidden": lambda states=states: states, "embeds": lambda states=states: states},
+                )
+            )
             self._note(part, second, full.samples, number)
             if self._apply:
                 reduction = second if first is None else compose(second, first)
@@ -155,7 +170,9 @@ class FrontDropper(Dropper):
             return None
         asked, self._asked = self._asked, []
         if not asked:
-            raise DartLabError("the picture was encoded outside this block, so its features could not be reduced; encode it inside")
+            raise DartLabError(
+                "the picture was encoded outside this block, so its features could not be reduced; encode it inside"
+            )
         if not self._apply:
             for part, reduction in asked:
                 self._note(part, self._of_samples(self._vision.place(reduction, part), full), full.samples, number)
@@ -172,7 +189,9 @@ class FrontDropper(Dropper):
         images = sum(sample.images for sample in full.samples)
         repeat = max(len(crops.keep) // max(images, 1), 1)
         if repeat * images != len(crops.keep):
-            raise DartLabError(f"{len(crops.keep)} encoded pictures do not belong to the {images} pictures of the prompts")
+            raise DartLabError(
+                f"{len(crops.keep)} encoded pictures do not belong to the {images} pictures of the prompts"
+            )
         rows: list[list[int]] = []
         first = 0
         for sample in full.samples:
@@ -182,7 +201,8 @@ class FrontDropper(Dropper):
             return _rows_of(crops, torch.tensor([row[0] for row in rows], device=crops.keep.device))
         per_crop = int(crops.size[0])
         joined = [
-            torch.cat([crops.sequence[r][crops.sequence[r] != PAD] + i * per_crop for i, r in enumerate(row)]) for row in rows
+            torch.cat([crops.sequence[r][crops.sequence[r] != PAD] + i * per_crop for i, r in enumerate(row)])
+            for row in rows
         ]
         sequence = torch.nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=PAD)
         sizes = torch.tensor([len(row) * per_crop for row in rows], device=sequence.device)
@@ -211,8 +231,14 @@ class FrontDropper(Dropper):
             mask = mask[:, : full.total].gather(1, columns.clamp(min=0)).masked_fill(columns == PAD, 0)
         elif isinstance(mask, Tensor):
             mask = ragged.new_mask(
-                rows, columns, cut is None or cut.ordered, full.past, full.attended, compat.fixed_length(layer),
-                compat.backend_of(self.text), embeds.dtype,
+                rows,
+                columns,
+                cut is None or cut.ordered,
+                full.past,
+                full.attended,
+                compat.fixed_length(layer),
+                compat.backend_of(self.text),
+                embeds.dtype,
             )
         kwargs["attention_mask"] = mask
         slots = before.shape[1]
@@ -237,8 +263,15 @@ class FrontDropper(Dropper):
             if full.attended is not None:
                 attended &= full.attended.to(rows.device).gather(1, columns.clamp(min=0))
         return Pass(
-            slots, rows.shape[1], visual, attended, expand=full.expand, samples=full.samples, layout=full.layout,
-            step=full.step, number=number,
+            slots,
+            rows.shape[1],
+            visual,
+            attended,
+            expand=full.expand,
+            samples=full.samples,
+            layout=full.layout,
+            step=full.step,
+            number=number,
         )
 
     def _positions(
@@ -247,7 +280,9 @@ class FrontDropper(Dropper):
         """Rotary positions of the tokens that are left: those of the full prompt, or renumbered without gaps."""
         ids = torch.arange(full.past, full.total, device=device)[None] if given is None else given
         if (shift is not None or (cut is not None and cut.compact)) and ids.dim() != 2:
-            raise DartLabError("positions can be renumbered only where they are one number a token; keep the original ones")
+            raise DartLabError(
+                "positions can be renumbered only where they are one number a token; keep the original ones"
+            )
         if cut is not None and not cut.compact:
             return gather_along(ids, cut.rows.to(device), dim=-1)
         return renumbered(ids, cut, shift)
@@ -277,11 +312,16 @@ def _rows_of(reduction: Reduction, index: Tensor) -> Reduction:
 
     merge = reduction.merge
     return Reduction(
-        keep=reduction.keep[index], size=reduction.size[index], asked=reduction.asked[index], order=pick(reduction.order),
-        score=pick(reduction.score), slots=pick(reduction.slots), sizes=pick(reduction.sizes),
-        merge=None if merge is None else Merge(
-            slot=merge.slot[index], source=merge.source[index], weight=merge.weight[index]
-        ),
+        keep=reduction.keep[index],
+        size=reduction.size[index],
+        asked=reduction.asked[index],
+        order=pick(reduction.order),
+        score=pick(reduction.score),
+        slots=pick(reduction.slots),
+        sizes=pick(reduction.sizes),
+        merge=None
+        if merge is None
+        else Merge(slot=merge.slot[index], source=merge.source[index], weight=merge.weight[index]),
         notes={name: note[index] for name, note in reduction.notes.items()},
     )
 

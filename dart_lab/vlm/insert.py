@@ -17,8 +17,8 @@ from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm.cache_stage import DecideCache
 from dart_lab.vlm.dropping import Decide, Dropper
-from dart_lab.vlm.front import FRONT_KINDS, FrontDropper
 from dart_lab.vlm.families import Family, family_of, find_family
+from dart_lab.vlm.front import FRONT_KINDS, FrontDropper
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
 from dart_lab.vlm.reranking import Reranker
@@ -61,7 +61,9 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
     with active(model, _watcher(model, pruner, visual, run)):
         yield run
     if not run.samples:
-        warnings.warn(f"{pruner.name}: nothing was pruned: no prompt with visual tokens was run", DartLabWarning, stacklevel=3)
+        warnings.warn(
+            f"{pruner.name}: nothing was pruned: no prompt with visual tokens was run", DartLabWarning, stacklevel=3
+        )
 
 
 def check_method(pruner: object) -> None:
@@ -113,8 +115,7 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
 
 
 def split_parts(parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:
-    """What a `Dropper` must know of the parts inside the decoder, and the parts in front of it.
-    """
+    """What a `Dropper` must know of the parts inside the decoder, and the parts in front of it."""
     inside = [part for part in parts if part.stage.kind == "LLM_LAYER"]
     front = [part for part in parts if part.stage.kind in FRONT_KINDS]
     layers = {
@@ -149,14 +150,23 @@ def _cache_decider(pruner: Pruner, run: Run) -> DecideCache:
 
 
 def record(
-    run: Run, pruner: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor, step: int = 0,
+    run: Run,
+    pruner: Pruner,
+    reduction: Reduction,
+    samples: list[Sample],
+    number: Tensor,
+    step: int = 0,
     stage: Stage | None = None,
 ) -> None:
-    """Note a decision about every sample; `number` `(batch, n)` says which visual token each token of the reduction is."""
+    """Note a decision about every sample; `number` `(batch, n)`: which visual token each token of the reduction is."""
     each, stage = len(number) // len(samples), stage or pruner.stage
     arrays = {
-        "number": number, "keep": reduction.keep, "order": reduction.order, "score": reduction.score,
-        "asked": reduction.asked, **{f"note {name}": note for name, note in reduction.notes.items()},
+        "number": number,
+        "keep": reduction.keep,
+        "order": reduction.order,
+        "score": reduction.score,
+        "asked": reduction.asked,
+        **{f"note {name}": note for name, note in reduction.notes.items()},
     }
     host = {name: value.detach().cpu().numpy() for name, value in arrays.items() if value is not None}
     for index, sample in enumerate(samples):
@@ -168,9 +178,15 @@ def record(
             score[here[here != PAD]] = known["score"][: len(here)][here != PAD]
         sample.decisions.append(
             Decision(
-                method=pruner.name, parameters=pruner.parameters(), stage=stage.kind, layer=stage.layer,
-                step=step, asked=int(known["asked"]), kept=_numbers(here, known["keep"]),
-                order=_numbers(here, known["order"]) if "order" in known else None, score=score,
+                method=pruner.name,
+                parameters=pruner.parameters(),
+                stage=stage.kind,
+                layer=stage.layer,
+                step=step,
+                asked=int(known["asked"]),
+                kept=_numbers(here, known["keep"]),
+                order=_numbers(here, known["order"]) if "order" in known else None,
+                score=score,
                 notes={name.removeprefix("note "): note for name, note in known.items() if name.startswith("note ")},
             )
         )

@@ -38,6 +38,8 @@ class VisualTokens:
     @classmethod
     def join(cls, parts: Sequence[VisualTokens]) -> VisualTokens:
         """The tokens of several images, one after the other."""
+        if not parts:
+            return unknown_place(np.empty(0, dtype=np.int64))
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
 
@@ -71,7 +73,7 @@ class TokenLayout:
 
 
 def groups(visual: np.ndarray, attended: np.ndarray) -> np.ndarray:
-    """Group of every position from two `(batch, sequence)` bool masks: which tokens are visual, which are no padding."""
+    """Group of every position from two `(batch, sequence)` bool masks: visual tokens, and tokens that are no padding."""
     last = np.where(visual.any(axis=1), visual.shape[1] - 1 - visual[:, ::-1].argmax(axis=1), -1)
     after = np.arange(visual.shape[1]) > last[:, None]
     group = np.where(visual, VISUAL, np.where(after & visual.any(axis=1, keepdims=True), AFTER, BEFORE))
@@ -90,6 +92,12 @@ def unknown_place(position: np.ndarray) -> VisualTokens:
     n = len(position)
     zero, nowhere = np.zeros(n, dtype=np.int64), np.full(n, -1, dtype=np.int64)
     return VisualTokens(
-        position=position.astype(np.int64), image=zero, frame=zero, crop=zero, row=nowhere, column=nowhere,
-        kind=np.full(n, PATCH), box=np.full((n, 4), np.nan),
+        position=position.astype(np.int64),
+        image=zero,
+        frame=zero,
+        crop=zero,
+        row=nowhere,
+        column=nowhere,
+        kind=np.full(n, PATCH),
+        box=np.full((n, 4), np.nan),
     )

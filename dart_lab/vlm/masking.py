@@ -50,7 +50,10 @@ def mask_drop(model: Any, hidden: Tensor, *, layer: int) -> Iterator[None]:
         given = kwargs.get("attention_mask")
         spare = given.shape[-1] - total if isinstance(given, Tensor) and given.dim() == 4 else 0
         allowed = torch.nn.functional.pad(allowed, (0, spare))
-        return args, {**kwargs, "attention_mask": compat.mask_from_allowed(allowed, compat.backend_of(text), states.dtype)}
+        return args, {
+            **kwargs,
+            "attention_mask": compat.mask_from_allowed(allowed, compat.backend_of(text), states.dtype),
+        }
 
     undo: list[Callable[[], None]] = [text.register_forward_pre_hook(begin, with_kwargs=True).remove]
     undo += [block.register_forward_pre_hook(before, with_kwargs=True).remove for block in text.layers[layer:]]

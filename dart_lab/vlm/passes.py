@@ -23,8 +23,8 @@ from dart_lab.vlm.tap import Captured
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A shortened layer after a pass: its `columns` `(batch, slots)`, whether some slots are empty (`hollow`), and how far
-    renumbered positions lag behind, `(batch,)`, before the pass (`shift`) and after it (`later_shift`).
+    """A shortened layer after a pass: its `columns` `(batch, slots)`, whether some slots are empty (`hollow`), and how
+    far renumbered positions lag behind, `(batch,)`, before the pass (`shift`) and after it (`later_shift`).
     """
 
     columns: Tensor
@@ -39,9 +39,9 @@ class Pass:
 
     `past` columns were cached before; `length` tokens come in; `visual` `(batch, length)` marks the visual ones (None:
     there are none); `attended` `(batch, past + length)` marks real tokens (None: all). `expand`: rows
-    of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's cache
-    holds after this pass. `number` `(batch, length)`: which of the sample's visual tokens each one is, where some are gone
-    already. `entered`: the input of layers whose input a method asks for.
+    of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's
+    cache holds after this pass. `number` `(batch, length)`: which of the sample's visual tokens each one is, where some
+    are gone already. `entered`: the input of layers whose input a method asks for.
     """
 
     past: int
@@ -52,6 +52,7 @@ class Pass:
     layout: TokenLayout | None = None
     step: int = 0
     expand: int = 1
+    decided: set[int] = field(default_factory=set)
     cuts: dict[int, Cut] = field(default_factory=dict)
     captured: dict[int, Captured] = field(default_factory=dict)
     number: Tensor | None = None
@@ -86,7 +87,9 @@ class Prompt:
         before = self.ids.shape[1]
         if ids.shape[1] <= before or not torch.equal(ids[:, :before], self.ids):
             return False
-        return pixels is self.pixels or (pixels is not None and self.pixels is not None and torch.equal(pixels, self.pixels))
+        return pixels is self.pixels or (
+            pixels is not None and self.pixels is not None and torch.equal(pixels, self.pixels)
+        )
 
 
 class PassWatcher:
@@ -129,7 +132,7 @@ class PassWatcher:
         self._undo.append(handle.remove)
 
     def _watch_generate(self) -> None:
-        """Learn how often `generate` repeats each sample (beams, several returned sequences); refuse a prompt in chunks."""
+        """Learn how often `generate` repeats each sample (beams, returned sequences); refuse a prompt in chunks."""
 
         def note(*args: Any, **kwargs: Any) -> None:
             self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
@@ -166,7 +169,9 @@ class PassWatcher:
             first += self.family.tokens(self.model, np.flatnonzero(row), inputs, first, None)[1]
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pixels = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        self._pixels = next(
+            (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None
+        )
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids, self._ids = self._ids, None
@@ -202,7 +207,7 @@ class PassWatcher:
         return compat.cached_length(kwargs)
 
     def attended(self, kwargs: dict[str, Any], total: int) -> Tensor | None:
-        """`(batch, total)` bool: which columns, up to the end of this pass, are real tokens; None: all, or it is not said."""
+        """`(batch, total)` bool: which columns, up to the end of this pass, are real tokens; None: it is not said."""
         return compat.real_tokens(kwargs.get("attention_mask"), total)
 
     def sizes(self, now: Pass, device: torch.device) -> Tensor:
@@ -229,7 +234,7 @@ class PassWatcher:
                 return None
             if given.dim() != 2 or length < given.shape[1] or batch % given.shape[0]:
                 raise DartLabError(
-                    f"visual has shape {tuple(given.shape)}, but the prompt is ({batch}, {length}); mark every token of it"
+                    f"visual has shape {tuple(given.shape)}, the prompt is ({batch}, {length}); mark every token of it"
                 )
             given = given.repeat_interleave(batch // given.shape[0], dim=0)
             return torch.nn.functional.pad(given, (0, length - given.shape[1]))
@@ -244,13 +249,17 @@ class PassWatcher:
             return
         seen = now.attended[:, 1:] | ~now.attended[:, :-1]
         if not bool(seen.all()):
-            raise DartLabError("the batch is padded on the right, so the model would continue after padding; set padding_side='left'")
+            raise DartLabError(
+                "the batch is padded on the right, so the model would continue after padding; set padding_side='left'"
+            )
 
     def _place(self, now: Pass, marked: Tensor, ids: Tensor | None, kwargs: dict[str, Any]) -> None:
         """Work out the layout and open one `Sample` for each prompt of the batch."""
         visual = marked.cpu().numpy()
         if ids is not None and now.past and self._given is None and visual[:, 0].any():
-            raise DartLabError("the prompt came in chunks that cut the image; pruning needs it whole: switch chunked prefill off")
+            raise DartLabError(
+                "the prompt came in chunks that cut the image; pruning needs it whole: switch chunked prefill off"
+            )
         attended = np.ones_like(visual) if now.attended is None else now.attended[:, now.past :].cpu().numpy()
         samples: list[Sample] = []
         image = 0
@@ -263,7 +272,9 @@ class PassWatcher:
             samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
             image += images
         now.samples = samples
-        now.layout = TokenLayout(groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(now.expand)))
+        now.layout = TokenLayout(
+            groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(now.expand))
+        )
 
     def seeds(self, now: Pass) -> tuple[int, ...]:
         """One number a row: a fingerprint of the sample's token ids and pictures, whatever batch it came in."""

@@ -17,8 +17,16 @@ _ROWS_AT_ONCE = 256  # query rows whose attention is held in memory together
 
 
 def layer_providers(
-    text: Any, captured: Captured, *, layer: int, states: Tensor, before: int, attended: Tensor,
-    embeds: Callable[[], Tensor | None], entered: Callable[[], Tensor | None], positions: Callable[[], Any],
+    text: Any,
+    captured: Captured,
+    *,
+    layer: int,
+    states: Tensor,
+    before: int,
+    attended: Tensor,
+    embeds: Callable[[], Tensor | None],
+    entered: Callable[[], Tensor | None],
+    positions: Callable[[], Any],
 ) -> dict[str, Callable[..., Tensor]]:
     """Providers for a method before decoder layer `layer`.
 
@@ -38,7 +46,7 @@ def layer_providers(
 
     return {
         "hidden": lambda: states,
-        "normed": lambda: text.norm(states),
+        "normed": lambda: text.norm.forward(states),  # not a call: hooks of others on the norm stay quiet
         "embeds": lambda: _there(embeds(), "embeds"),
         "delta": delta,
         "keys": lambda: captured.key[:, :, here],
@@ -64,14 +72,16 @@ def received(captured: Captured, attended: Tensor, before: int) -> Tensor:
 
 
 def rows_ahead(layer: Any, states: Tensor, positions: Any, queries: Tensor, attended: Tensor) -> Tensor:
-    """Softmax rows of a layer that has not run yet: its own norm, projections and rotary embedding on the states before it.
+    """Softmax rows of a layer that has not run yet, by its own norm, projections and rotary embedding.
 
     `queries` `(batch, q)` → `(batch, heads, q, sequence)` float32, causal, padding excluded.
     """
     attention = compat.self_attention(layer)
     rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if rotate is None or not hasattr(attention, "q_proj"):
-        raise DartLabError(f"attention_ahead is not known for {type(attention).__name__}; use a method that looks at layer K-1")
+        raise DartLabError(
+            f"attention_ahead is not known for {type(attention).__name__}; use a method that looks at layer K-1"
+        )
     normed = layer.input_layernorm(states)
     shape = (*states.shape[:2], -1, attention.head_dim)
     query, key = attention.q_proj(normed).view(shape), attention.k_proj(normed).view(shape)

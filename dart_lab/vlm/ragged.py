@@ -84,13 +84,20 @@ def _ragged(base: Any) -> Any:
         remove = -amount if amount <= 0 else max(self.kept_total + appended - amount, 0)
         if remove > appended:
             raise DartLabError(
-                f"cropping {remove} columns would cut into the pruned prompt, of which only {appended} columns came later; "
+                f"cropping {remove} columns would cut into the pruned prompt: only {appended} columns came later; "
                 "run the prompt again instead"
             )
         if remove:
             base.crop(self, -remove)
 
-    methods: dict[str, Any] = {"reorder_cache": reorder_cache, "reset": reset, "kept_columns": None, "kept_total": 0, "kept_hollow": False, "kept_shift": None}
+    methods: dict[str, Any] = {
+        "reorder_cache": reorder_cache,
+        "reset": reset,
+        "kept_columns": None,
+        "kept_total": 0,
+        "kept_hollow": False,
+        "kept_shift": None,
+    }
     for method in (batch_select_indices, batch_repeat_interleave, crop):
         if hasattr(base, method.__name__):
             methods[method.__name__] = method
@@ -105,8 +112,18 @@ def _select(layer: Any, indices: Tensor) -> None:
 
 
 def short_mask(
-    mask: Tensor | None, *, rows: Tensor | None, columns: Tensor, hollow: bool, ordered: bool, past: int, length: int,
-    attended: Tensor | None, width: int | None, backend: str, dtype: torch.dtype,
+    mask: Tensor | None,
+    *,
+    rows: Tensor | None,
+    columns: Tensor,
+    hollow: bool,
+    ordered: bool,
+    past: int,
+    length: int,
+    attended: Tensor | None,
+    width: int | None,
+    backend: str,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """The attention mask of a layer whose queries are `rows` and whose keys are `columns` of the full one.
 
@@ -148,7 +165,13 @@ def short_mask(
 
 
 def new_mask(
-    rows: Tensor, columns: Tensor, ordered: bool, past: int, attended: Tensor | None, width: int | None, backend: str,
+    rows: Tensor,
+    columns: Tensor,
+    ordered: bool,
+    past: int,
+    attended: Tensor | None,
+    width: int | None,
+    backend: str,
     dtype: torch.dtype,
 ) -> Tensor:
     """A causal mask of its own for `rows` against `columns`: real tokens only; an empty query slot sees itself."""

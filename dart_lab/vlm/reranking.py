@@ -31,7 +31,9 @@ class Reranker(PassWatcher):
     `record(reduction, samples, number, step)` is called for each decision.
     """
 
-    def __init__(self, model: Any, family: Family | None, visual: Tensor | None, *, pruner: Pruner, record: Record) -> None:
+    def __init__(
+        self, model: Any, family: Family | None, visual: Tensor | None, *, pruner: Pruner, record: Record
+    ) -> None:
         super().__init__(model, family, visual)
         self._pruner, self._record, self._layer = pruner, record, pruner.stage.layer
         if self._layer >= len(self.text.layers):
@@ -87,7 +89,7 @@ class Reranker(PassWatcher):
         def rows(queries: Tensor) -> Tensor:
             if bool(((queries >= 0) & (queries < past)).any()):
                 raise DartLabError(
-                    f"{self._pruner.name} ranks anew by the attention of earlier tokens, whose rows a KV cache does not "
+                    f"{self._pruner.name} ranks anew by the attention of earlier tokens, whose rows a cache does not "
                     "hold; give query='last', or generate with use_cache=False"
                 )
             return attention_rows(captured, queries - past, past)[..., : now.total]
@@ -106,7 +108,9 @@ class Reranker(PassWatcher):
         number = torch.arange(positions.shape[1], device=positions.device).where(positions >= 0, -1)
         self._record(reduction, prompt.current.samples, number, now.total - prompt.current.total)
         kept = torch.zeros(*positions.shape[:1], positions.shape[1] + 1, dtype=torch.bool, device=positions.device)
-        kept.scatter_(1, reduction.keep.to(kept.device).where(reduction.keep.to(kept.device) >= 0, positions.shape[1]), True)
+        kept.scatter_(
+            1, reduction.keep.to(kept.device).where(reduction.keep.to(kept.device) >= 0, positions.shape[1]), True
+        )
         open_ = torch.zeros(self._columns.shape[0], now.total + 1, dtype=torch.bool, device=positions.device)
         open_.scatter_(1, positions.where(positions >= 0, now.total), kept[:, :-1])
         self._closed = self._columns & ~open_[:, :-1]

@@ -82,7 +82,9 @@ class Run:
     @property
     def asked(self) -> list[int]:
         """Tokens each sample was asked to keep by its last stage; -1 where a threshold decided."""
-        return [sample.prompt_decisions[-1].asked if sample.decisions else len(sample.tokens) for sample in self.samples]
+        return [
+            sample.prompt_decisions[-1].asked if sample.decisions else len(sample.tokens) for sample in self.samples
+        ]
 
     @property
     def got(self) -> list[int]:
@@ -128,10 +130,23 @@ class Run:
                 score = np.full(n, np.nan, dtype=np.float32) if decision.score is None else decision.score
                 yield pd.DataFrame(
                     {
-                        "sample": number, "image": tokens.image, "frame": tokens.frame, "crop": tokens.crop,
-                        "row": tokens.row, "column": tokens.column, "kept": kept, "score": score, "order": order,
-                        "method": decision.method, "stage": decision.stage, "step": decision.step, "layer": decision.layer,
-                        "asked": decision.asked, "got": len(decision.kept), "token": np.arange(n),
-                        "position": tokens.position, "kind": tokens.kind,
+                        "sample": number,
+                        "image": tokens.image,
+                        "frame": tokens.frame,
+                        "crop": tokens.crop,
+                        "row": tokens.row,
+                        "column": tokens.column,
+                        "kept": kept,
+                        "score": score,
+                        "order": order,
+                        "method": decision.method,
+                        "stage": decision.stage,
+                        "step": decision.step,
+                        "layer": decision.layer,
+                        "asked": decision.asked,
+                        "got": len(decision.kept),
+                        "token": np.arange(n),
+                        "position": tokens.position,
+                        "kind": tokens.kind,
                     }
                 )

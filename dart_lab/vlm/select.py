@@ -50,7 +50,9 @@ def select(
     runs = [Run() for _ in pruners]
     several = [pruner.name for pruner in pruners if len(pruner.parts()) != 1]
     if several:
-        raise DartLabError(f"{several[0]} decides in several stages, each on what the one before left; run it with prune()")
+        raise DartLabError(
+            f"{several[0]} decides in several stages, each on what the one before left; run it with prune()"
+        )
     parts = [pruner.parts()[0] for pruner in pruners]
     layers, front = split_parts(parts)
     if layers["cache"]:
@@ -75,8 +77,15 @@ def select(
             raise _Enough
 
     watcher = FrontDropper(
-        model, adapter_for(model, visual), visual, decide=decide, front=front, note=note, apply=False,
-        before_layers=front_done, **layers,
+        model,
+        adapter_for(model, visual),
+        visual,
+        decide=decide,
+        front=front,
+        note=note,
+        apply=False,
+        before_layers=front_done,
+        **layers,
     )
     with active(model, watcher), torch.no_grad():
         try:

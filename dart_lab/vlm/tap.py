@@ -25,8 +25,8 @@ class Captured:
     """What one attention call received.
 
     `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after
-    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it; without one, `causal` rows see the
-    columns before them.
+    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it; without one,
+    `causal` rows see the columns before them.
     """
 
     query: Tensor
@@ -77,7 +77,7 @@ _SHARED = "_dart_lab_tap"
 
 @dataclass(eq=False)
 class _Shared:
-    """What all taps of one attention module share, so that they may leave in any order; the last one restores `original`."""
+    """What all taps of one attention module share, so that they may leave in any order; the last restores `original`."""
 
     name: str
     original: Any
@@ -89,7 +89,7 @@ def _share(module: Any) -> _Shared:
     backend = compat.backend_of(module)
     base = compat.attention_function(module, backend)
     shadow = copy.copy(module.config)
-    # unique while the copy lives, also between threads; flash kernels are recognised by their name, so it stays part of ours
+    # unique while the copy lives, also between threads; flash kernels are known by their name, so it is part of ours
     shared = _Shared(f"dart_lab_tap_{backend}_{id(shadow):x}", module.config)
 
     def attention(

@@ -1,7 +1,7 @@
 """Reductions before the language model: inside the vision tower, on its features, or after the projector.
 
-What a method decides about a crop is written into the full-length features at the places of the tokens that represent the
-slots; the other places are dropped in front of the language model (`front.py`), where they are placeholders.
+What a method decides about a crop is written into the full-length features at the places of the tokens that represent
+the slots; the other places are dropped in front of the language model (`front.py`), where they are placeholders.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class VisionReducer:
         parts: the single-stage methods that act there, in the order of their stages.
         decide: part, signals → reduction (None: leave as it is).
 
-    `placed` is what all parts did together, for each crop, in indices of the tokens that go on to the language model; None
-    where nothing was reduced since the tower last ran.
+    `placed` is what all parts did together, for each crop, in indices of the tokens that go on to the language model;
+    None where nothing was reduced since the tower last ran.
     """
 
-    def __init__(self, model: Any, parts: Sequence[Pruner], decide: Callable[[Pruner, Signals], Reduction | None]) -> None:
+    def __init__(
+        self, model: Any, parts: Sequence[Pruner], decide: Callable[[Pruner, Signals], Reduction | None]
+    ) -> None:
         tower = compat.vision_tower(model)
         if tower is None:
             raise DartLabError(f"{type(model).__name__} has no vision tower; reduce inside the language model instead")
@@ -44,7 +46,9 @@ class VisionReducer:
         self.parts, self._decide = list(parts), decide
         feature = model.config.vision_feature_layer
         if not isinstance(feature, int):
-            raise DartLabError("features from several vision layers cannot be reduced; use a method inside the language model")
+            raise DartLabError(
+                "features from several vision layers cannot be reduced; use a method inside the language model"
+            )
         self.feature_block = len(self.blocks) + feature if feature < 0 else feature - 1
         self.has_cls = hasattr(model.config, "vision_feature_select_strategy") and (
             "siglip" not in model.config.vision_config.model_type
@@ -67,7 +71,7 @@ class VisionReducer:
         beyond = [layer for layer in inside if layer > self.feature_block]
         if beyond:
             raise DartLabError(
-                f"vision block {beyond[0]} comes after block {self.feature_block}, which makes the features; it has no effect"
+                f"vision block {beyond[0]} comes after block {self.feature_block}, which makes the features: no effect"
             )
         watched = {self.feature_block, *inside, *self._early_blocks()}
         tap = Tap({index: self.blocks[index] for index in sorted(watched)}, self._observe)
@@ -170,8 +174,10 @@ class VisionReducer:
         cls = torch.zeros(crops, dtype=torch.int64, device=states.device) if self.has_cls else None
         return Signals(
             visual=torch.arange(first, length, device=states.device).expand(crops, -1).where(attended[:, first:], PAD),
-            attended=attended, cls=cls,
-            grid=self._grid(crops, length, first, states.device), providers=providers,
+            attended=attended,
+            cls=cls,
+            grid=self._grid(crops, length, first, states.device),
+            providers=providers,
             original=torch.full((crops,), self.places + self.drops_cls - first, device=states.device),
         )
 
@@ -226,7 +232,7 @@ class VisionReducer:
         return [part for part in self.parts if part.stage.kind == kind]
 
     def _spread(self, slots: Tensor) -> Tensor:
-        """Put `(crops, m, channels)` slots at the places of the tokens they stand for: `(crops, n, channels)`, 0 elsewhere."""
+        """Put slots `(crops, m, channels)` at the places of their tokens: `(crops, n, channels)`, 0 elsewhere."""
         if self._reduction is None:
             return slots
         self.placed = placed = self._place(self._reduction, self._cls_goes_on)
@@ -245,10 +251,16 @@ class VisionReducer:
         if cls_goes_on:
             free = ~rows_to_mask(reduction.keep, self.places + 1)[:, 1:]
             if bool((~free.any(dim=1)).any()):
-                raise DartLabError("every patch is kept and the class token too, for which there is no place left; keep fewer")
-            host = free.long().argmax(dim=1, keepdim=True)  # the class token takes the place of the first patch that went
+                raise DartLabError(
+                    "every patch is kept and the class token too, for which there is no place left; keep fewer"
+                )
+            host = free.long().argmax(
+                dim=1, keepdim=True
+            )  # the class token takes the place of the first patch that went
         elif bool((reduction.sequence[:, 0] != 0).any()):
-            raise DartLabError("a method moved or dropped the class token inside the tower; it must stay the first token")
+            raise DartLabError(
+                "a method moved or dropped the class token inside the tower; it must stay the first token"
+            )
         else:
             host = torch.full_like(reduction.keep[:, :1], PAD)
         first = 0 if cls_goes_on else 1
@@ -259,7 +271,11 @@ class VisionReducer:
         sequence = moved(reduction.sequence)[:, first:]
         order = None if reduction.order is None else moved(reduction.order)
         return Reduction(
-            keep=ascending(sequence), size=reduction.size - 1, asked=reduction.asked - (1 - first), slots=sequence, order=order,
+            keep=ascending(sequence),
+            size=reduction.size - 1,
+            asked=reduction.asked - (1 - first),
+            slots=sequence,
+            order=order,
             score=None if reduction.score is None else reduction.score[:, 1:],
             merge=None if reduction.merge is None else Merge.from_dense(reduction.weights()[:, first:, 1:]),
             notes={**reduction.notes, "class_token_kept": torch.full_like(reduction.size, int(cls_goes_on))},

@@ -30,7 +30,7 @@ def family_of(model: Any) -> Family:
     if family is None:
         given = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
         raise DartLabError(
-            f"model type {given!r} is not supported. {did_you_mean(given, supported_model_types())} Any decoder works with "
-            "prune(model, pruner, visual=mask), where the mask marks the visual tokens"
+            f"model type {given!r} is not supported. {did_you_mean(given, supported_model_types())} Any decoder works "
+            "with prune(model, pruner, visual=mask), where the mask marks the visual tokens"
         )
     return family

@@ -34,7 +34,7 @@ class Llava:
         images, rest = divmod(len(position), per_image)
         if rest:
             raise DartLabError(
-                f"{len(position)} visual tokens are not whole images of {per_image}: the prompt was cut inside the image "
+                f"{len(position)} visual tokens are not whole images of {per_image}: the prompt cuts an image "
                 "(a truncated prompt or chunked prefill); leave the image whole"
             )
         parts = []
@@ -50,8 +50,14 @@ class Llava:
             same = np.zeros(per_image, dtype=np.int64)
             parts.append(
                 VisualTokens(
-                    position=here.astype(np.int64), image=same + image, frame=same, crop=same, row=row, column=column,
-                    kind=kind, box=box,
+                    position=here.astype(np.int64),
+                    image=same + image,
+                    frame=same,
+                    crop=same,
+                    row=row,
+                    column=column,
+                    kind=kind,
+                    box=box,
                 )
             )
         return VisualTokens.join(parts), images
