@@ -175,7 +175,7 @@ def refuse_unsafe_layers(model: Any, first: int) -> None:
         bad = {kind for kind in kinds[first:] if kind != "full_attention"}
         if bad:
             raise DartLabError(
-                f"{type(model).__name__}: layers from {first} on use {', '.join(sorted(bad))}; pruning shifts what their "
+                f"{type(model).__name__}: layers from {first} on use {', '.join(sorted(bad))}; pruning moves what their "
                 "window or state covers, so it is refused"
             )
     elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):

@@ -85,7 +85,7 @@ class FrontDropper(Dropper):
         return int(layer.kept_total) + int(layer.get_seq_length()) - int(columns.shape[1])
 
     def attended(self, kwargs: dict[str, Any], total: int) -> Tensor | None:
-        """As for any pass; a ready-made mask for a shortened cache counts other columns: recall the prompt's padding."""
+        """As for any pass; a ready-made mask for a shortened cache counts other columns: recall the padding."""
         mask, layer = kwargs.get("attention_mask"), compat.cache_layer(compat.cache_of(kwargs), 0)
         if not isinstance(mask, Tensor) or mask.dim() != 4 or getattr(layer, "kept_columns", None) is None:
             return super().attended(kwargs, total)

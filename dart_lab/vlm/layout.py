@@ -73,7 +73,7 @@ class TokenLayout:
 
 
 def groups(visual: np.ndarray, attended: np.ndarray) -> np.ndarray:
-    """Group of every position from two `(batch, sequence)` bool masks: visual tokens, and tokens that are no padding."""
+    """Group of every position from two `(batch, sequence)` bool masks: visual tokens, and real tokens."""
     last = np.where(visual.any(axis=1), visual.shape[1] - 1 - visual[:, ::-1].argmax(axis=1), -1)
     after = np.arange(visual.shape[1]) > last[:, None]
     group = np.where(visual, VISUAL, np.where(after & visual.any(axis=1, keepdims=True), AFTER, BEFORE))

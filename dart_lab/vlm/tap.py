@@ -77,7 +77,7 @@ _SHARED = "_dart_lab_tap"
 
 @dataclass(eq=False)
 class _Shared:
-    """What all taps of one attention module share, so that they may leave in any order; the last restores `original`."""
+    """What all taps of one attention module share, so that they leave in any order; the last restores `original`."""
 
     name: str
     original: Any
@@ -129,10 +129,8 @@ def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
     rows = rows.view(batch, kv_heads, heads // kv_heads, index.shape[1], width)
     logits = (rows @ key.float()[:, :, None].mT).view(batch, heads, index.shape[1], keys) * captured.scaling
     blocked = _blocked(captured, index, past)
-    if blocked.dtype == torch.bool:
-        logits = logits.masked_fill(blocked, float("-inf"))
-    else:
-        logits = logits + blocked
+    closed = blocked.dtype == torch.bool
+    logits = logits.masked_fill(blocked, float("-inf")) if closed else logits + blocked
     return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
 
 
