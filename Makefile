@@ -1,5 +1,5 @@
 # Two commands on a fresh machine:  make figure   make test
-# A machine without a GPU may add  PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# A machine without a GPU may add  PIP_ARGS="--extra-index-url …" to get the small build of torch
 SHELL := /bin/bash
 VENV ?= .venv
 PIP_ARGS ?=

@@ -31,6 +31,8 @@ RUNNERS = {  # method → module in this folder with `run(case)`
     "hired": "hired",
     "e2e_dart": "e2e",
     "e2e_fastv": "e2e",
+    "e2e_dart_qwen25vl": "e2e_qwen",
+    "embedlens": "embedlens",
 }
 
 REPOSITORY = Path(__file__).resolve().parents[2]
