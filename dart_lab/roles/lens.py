@@ -15,8 +15,8 @@ from dart_lab.errors import DartLabError
 class Neighbours:
     """The vocabulary ids nearest to each token, best first.
 
-    `ids` `(…, k)` int64; `similarity` `(…, k)` float32 cosines; `margin` `(…,)` float32, how far the last of the k is ahead
-    of the next one (0: a tie decided by the lower id; infinite if there is no next one).
+    `ids` `(…, k)` int64; `similarity` `(…, k)` float32 cosines; `margin` `(…,)` float32, how far the last of the k is
+    ahead of the next one (0: a tie decided by the lower id; infinite if there is no next one).
     """
 
     ids: Tensor
@@ -73,7 +73,7 @@ def nearest_ids(
         block = torch.nn.functional.normalize(rows[start : start + rows_at_once], dim=-1)
         best = torch.cat([best, flat @ block.mT], dim=1)
         ids = torch.cat([ids, torch.arange(start, start + len(block), device=ids.device).expand(len(flat), -1)], dim=1)
-        order = best.argsort(dim=1, descending=True, stable=True)[:, :wanted]  # earlier ids stand first: ties go to them
+        order = best.argsort(dim=1, descending=True, stable=True)[:, :wanted]  # ties go to earlier ids
         best, ids = best.gather(1, order), ids.gather(1, order)
     margin = best[:, k - 1] - best[:, k] if wanted > k else torch.full_like(best[:, 0], float("inf"))
     shape = states.shape[:-1]
