@@ -31,7 +31,7 @@ NO_CODE, NO_LICENCE = Original("no code released"), "no licence stated"
 ORIGINALS: Mapping[str, Original] = MappingProxyType({
     "alpha": NO_CODE,
     "cdpruner": Original("Apache-2.0"),
-    "dart": Original("Apache-2.0", ("dart", "epic_dart", "lightcompress_dart", "e2e_dart")),
+    "dart": Original("Apache-2.0", ("dart", "epic_dart", "lightcompress_dart", "e2e_dart", "e2e_dart_qwen25vl")),
     "divprune": Original("CC BY-NC 4.0", ("divprune", "lightcompress_divprune")),
     "elastic-cache": Original("MIT"),
     "fastervlm": Original("Apache-2.0", ("fastervlm",)),
