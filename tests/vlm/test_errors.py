@@ -67,7 +67,7 @@ def generation(model: Any, inputs: Any = None, **options: Any) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "layer 0": (lambda m: forward(m, DART(keep=5, layer=0)), "K ≥ 1"),
-    "layer beyond the last": (lambda m: forward(m, DART(keep=5, layer=4)), "give a layer from 1 to 3"),
+    "layer beyond the last": (lambda m: forward(m, DART(keep=5, layer=4)), "give 1 to 3"),
     "reranking beyond the last": (lambda m: forward(m, FastV(keep=5, layer=9, rerank=True)), "4 decoder layers"),
     "not a method": (lambda m: forward(m, "dart"), "'dart' is no method"),
     "a class": (lambda m: forward(m, DART), "give one with its parameters"),
@@ -75,8 +75,8 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing to select with": (lambda m: select(m, batch(), []), "at least one"),
     "nothing to select from": (lambda m: select(m, pad([[1, 9, 9]], []), [DART(keep=5)]), "no visual tokens"),
     "keep more than there are": (lambda m: forward(m, Random(keep=17)), "only 16 visual tokens"),
-    "prompt cut inside the image": (lambda m: forward(m, DART(keep=5), cut_prompt()), "cut inside the image"),
-    "layout of a cut prompt": (lambda m: layout(m, cut_prompt()), "cut inside the image"),
+    "prompt cut inside the image": (lambda m: forward(m, DART(keep=5), cut_prompt()), "cuts an image"),
+    "layout of a cut prompt": (lambda m: layout(m, cut_prompt()), "cuts an image"),
     "prompt in chunks": (lambda m: generation(m, prefill_chunk_size=4), "prefill_chunk_size=4"),
     "padding on the right": (lambda m: generation(m, right_padded()), "padding_side='left'"),
     "mask of another shape": (
