@@ -141,9 +141,10 @@ class Reduction:
 
     def check(self, *, size: Tensor, method: str) -> None:
         """Raise `DartLabError` unless the kept sets are sorted, unique, inside the image and over the right tokens."""
-        if self.keep.dtype != torch.int64 or self.keep.dim() != 2:
+        if self.keep.dtype != torch.int64 or self.keep.dim() != 2 or len(self.keep) != len(size):
             raise DartLabError(
-                f"{method}: keep must be int64 (batch, m), got {self.keep.dtype} of shape {tuple(self.keep.shape)}"
+                f"{method}: keep must be int64 (batch, m) with batch {len(size)}, got {self.keep.dtype} of shape "
+                f"{tuple(self.keep.shape)}"
             )
         if not torch.equal(self.size.cpu(), size.cpu()):
             raise DartLabError(
