@@ -29,7 +29,7 @@ class PruMerge(Pruner):
             at least one.
         strided: PruMerge+: also keep evenly spaced patches. With `keep`, a quarter of the tokens is chosen by attention
             and the rest is spread over the other patches; without, every s-th patch is added, s = ⌊⌊n / k⌋ / 3⌋ for k
-            outliers of n patches.
+            outliers of n patches (so everything stays where more than a sixth stands out).
         neighbours: how many other patches, kept or not, merge into a kept one. Default 32.
         extra: one more token that gathers what is not kept, weighted by attention. Default True. It needs at least two
             tokens and something to gather, and is the last one.
