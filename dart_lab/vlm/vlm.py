@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     Picture = Image | str | Path
 
+_SMALLEST_SIDE = 4
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VLM:
@@ -213,6 +215,9 @@ def _picture(given: Any, name: str) -> Image:
     else:
         raise DartLabError(f"{name} is a {type(given).__name__}; give a Pillow image or the path of a picture")
     check_aspect(picture, name=name)
+    if min(picture.size) < _SMALLEST_SIDE:  # older processors take a side of 1 or 3 pixels for the colour channels
+        larger = (picture.width * _SMALLEST_SIDE, picture.height * _SMALLEST_SIDE)
+        picture = picture.resize(larger, Image.Resampling.NEAREST)
     return picture
 
 

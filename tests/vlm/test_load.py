@@ -73,9 +73,9 @@ def test_the_packaged_model_loads_offline_and_has_576_visual_tokens(monkeypatch:
     assert tiny.model.dtype == torch.float32
 
 
-def test_dtype_auto_is_the_checkpoints_own_but_never_half_on_a_cpu(copy: Path) -> None:
+def test_dtype_auto_is_the_checkpoints_own_but_never_half_on_a_cpu(folder: Path, copy: Path) -> None:
     for saved, expected in ((torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)):
-        dl.load(copy).model.to(saved).save_pretrained(copy)
+        dl.load(folder).model.to(saved).save_pretrained(copy)
         assert dl.load(copy, device="cpu").model.dtype == expected
     assert dl.load(copy, dtype="float64").model.dtype == torch.float64
     assert dl.load(copy, dtype=torch.float16).model.dtype == torch.float16
