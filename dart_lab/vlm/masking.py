@@ -40,16 +40,15 @@ def mask_drop(model: Any, hidden: Tensor, *, layer: int) -> Iterator[None]:
 
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state["past"] = compat.cached_length(kwargs)
-        state["attended"] = kwargs.get("attention_mask")
+        state["mask"] = kwargs.get("attention_mask")
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states: Tensor = args[0] if args else kwargs["hidden_states"]
         total = state["past"] + states.shape[1]
         closed = torch.nn.functional.pad(hidden.to(states.device), (0, total - hidden.shape[1]))
-        allowed = visible(states.shape[0], state["past"], total, state["attended"], closed)
-        given = kwargs.get("attention_mask")
-        spare = given.shape[-1] - total if isinstance(given, Tensor) and given.dim() == 4 else 0
-        allowed = torch.nn.functional.pad(allowed, (0, spare))
+        allowed = visible(states.shape[0], state["past"], total, compat.real_tokens(state["mask"], total), closed)
+        width = compat.fixed_length(compat.cache_layer(compat.cache_of(kwargs), layer))
+        allowed = torch.nn.functional.pad(allowed, (0, 0 if width is None else width - total))
         return args, {
             **kwargs,
             "attention_mask": compat.mask_from_allowed(allowed, compat.backend_of(text), states.dtype),

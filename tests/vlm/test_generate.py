@@ -53,7 +53,7 @@ def test_greedy_equals_masking(images: tuple[int, ...], options: dict[str, Any])
     assert len(run.samples) == len(images)  # also without a cache, where every step runs the prompt again
     assert all(len(sample.decisions) == 1 for sample in run.samples)
     with mask_drop(model, hidden_columns(model, inputs, run), layer=2):
-        theirs = generate(model, inputs, do_sample=False)
+        theirs = generate(model, inputs, do_sample=False, **options)
     assert torch.equal(ours.sequences, theirs.sequences)
     for a, b in zip(ours.logits, theirs.logits, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
