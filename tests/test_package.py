@@ -103,7 +103,7 @@ def test_the_rooms_keep_to_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("transformers", ("dart_lab/vlm", "dart_lab/tiny", "dart_lab/doctor.py")), ("matplotlib", ("dart_lab/displays",)),
+    [("transformers", ("dart_lab/vlm", "dart_lab/tiny")), ("matplotlib", ("dart_lab/displays",)),
      ("seaborn", ("dart_lab/displays",))],
 )
 def test_only_one_room_imports_a_library(library: str, home: tuple[str, ...]) -> None:
@@ -188,8 +188,8 @@ def test_every_skip_has_its_line() -> None:
 
 
 def test_nothing_in_the_tree_names_this_machine() -> None:
-    """No absolute path of a home, of a temporary folder or of a package mirror."""
-    banned = re.compile(r"/(?:root|home/\w+|tmp|opt/pypi|opt/wheels|work)/")
+    """No absolute path of somebody's home, of temporary or of locally installed files."""
+    banned = re.compile(r"(?<![\w.])/(?:root|home|tmp|opt|mnt|srv)/\w")
     texts = [ROOT / "Makefile", ROOT / "README.md", ROOT / "constraints.txt", ROOT / "pyproject.toml"]
     texts += [file for folder in ("dart_lab", "analysis", "docs", "notebooks") for file in (ROOT / folder).rglob("*")
               if file.suffix in (".py", ".md", ".json", ".ipynb")]
