@@ -175,8 +175,8 @@ def refuse_unsafe_layers(model: Any, first: int) -> None:
         bad = {kind for kind in kinds[first:] if kind != "full_attention"}
         if bad:
             raise DartLabError(
-                f"{type(model).__name__}: layers from {first} on have {', '.join(sorted(bad))}, whose window or state would "
-                "cover other tokens after pruning, so it is refused"
+                f"{type(model).__name__}: layers from {first} on have {', '.join(sorted(bad))}, whose window or state "
+                "would cover other tokens after pruning, so it is refused"
             )
     elif getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True):
         raise DartLabError(

@@ -23,7 +23,7 @@ from dart_lab.vlm.cuts import Cut, gather_along, make_cut
 from dart_lab.vlm.dropping import Dropper, renumbered
 from dart_lab.vlm.passes import Held, Pass
 from dart_lab.vlm.run import Sample
-from dart_lab.vlm.vision import KINDS, VisionReducer
+from dart_lab.vlm.vision import CLASS_TOKEN_PLACE, KINDS, VisionReducer
 
 FRONT_KINDS = (*KINDS, "LLM_IN")
 Note = Callable[[Pruner, Reduction, "list[Sample]", Tensor], None]
@@ -207,7 +207,13 @@ class FrontDropper(Dropper):
         sequence = torch.nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=PAD)
         sizes = torch.tensor([len(row) * per_crop for row in rows], device=sequence.device)
         asked = torch.stack([crops.asked[row].sum() for row in rows])
-        return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence)
+        notes = {}
+        if CLASS_TOKEN_PLACE in crops.notes:
+            place = crops.notes[CLASS_TOKEN_PLACE][:, 0]
+            moved = [[place[r] + i * per_crop * (place[r] >= 0) for i, r in enumerate(row)] for row in rows]
+            hosts = [torch.stack(row) for row in moved]
+            notes[CLASS_TOKEN_PLACE] = torch.nn.utils.rnn.pad_sequence(hosts, batch_first=True, padding_value=PAD)
+        return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence, notes=notes)
 
     def continue_prompt(self, now: Pass) -> None:
         """Left to `_shorten_inputs`, which knows the short pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
 from dart_lab.vlm.reranking import Reranker
 from dart_lab.vlm.run import Decision, Run, Sample
+from dart_lab.vlm.vision import CLASS_TOKEN_PLACE
 
 if TYPE_CHECKING:
     from dart_lab.vlm.vlm import VLM
@@ -168,10 +169,14 @@ def record(
         "asked": reduction.asked,
         **{f"note {name}": note for name, note in reduction.notes.items()},
     }
+    if reduction.merge is not None:
+        arrays["sequence"], arrays["members"] = reduction.sequence, reduction.members()
     host = {name: value.detach().cpu().numpy() for name, value in arrays.items() if value is not None}
     for index, sample in enumerate(samples):
         known = {name: value[index * each] for name, value in host.items()}
         here, first = known["number"], not sample.decisions
+        hosts = known.get(f"note {CLASS_TOKEN_PLACE}", np.empty(0, dtype=np.int64))
+        hosts = hosts[hosts != PAD]
         score = None
         if "score" in known:
             score = np.full(len(sample.tokens), np.nan, dtype=np.float32)
@@ -184,9 +189,11 @@ def record(
                 layer=stage.layer,
                 step=step,
                 asked=int(known["asked"]),
-                kept=_numbers(here, known["keep"]),
-                order=_numbers(here, known["order"]) if "order" in known else None,
+                kept=_numbers(here, known["keep"], hosts),
+                order=_numbers(here, known["order"], hosts) if "order" in known else None,
                 score=score,
+                extra=len(hosts),
+                members=_members(known, hosts, len(sample.tokens)) if "members" in known else None,
                 notes={name.removeprefix("note "): note for name, note in known.items() if name.startswith("note ")},
             )
         )
@@ -194,8 +201,21 @@ def record(
             run.samples.append(sample)
 
 
-def _numbers(number: np.ndarray, index: np.ndarray) -> np.ndarray:
-    return number[index[index != PAD]].astype(np.int64)
+def _numbers(number: np.ndarray, index: np.ndarray, hosts: np.ndarray) -> np.ndarray:
+    """The visual tokens that indices stand for; without places that a class token took."""
+    index = index[(index != PAD) & ~np.isin(index, hosts)]
+    return number[index].astype(np.int64)
+
+
+def _members(known: Mapping[str, np.ndarray], hosts: np.ndarray, tokens: int) -> np.ndarray:
+    """`(kept tokens, tokens)` bool, kept tokens ascending: which visual tokens were merged into each of them."""
+    sequence, number = known["sequence"], known["number"]
+    slots = np.flatnonzero((sequence != PAD) & ~np.isin(sequence, hosts))
+    slots = slots[np.argsort(sequence[slots], kind="stable")]
+    real = number != PAD
+    out = np.zeros((len(slots), tokens), dtype=bool)
+    out[:, number[real]] = known["members"][slots][:, : len(number)][:, real]
+    return out
 
 
 __all__ = ["DartLabError", "active", "adapter_for", "prune", "record"]

@@ -21,6 +21,8 @@ class Decision:
 
     `step` is 0 for the prompt, and counts the decode steps of a method that ranks anew at each of them.
     `kept` counts within all of the sample's visual tokens, ascending; `order` the same in order of choice (or None);
+    `members` `(kept tokens, visual tokens)` bool says what was merged into each kept token (None: nothing).
+    `extra` counts kept tokens that are no patches of the picture: a class token that goes on.
     `score` has one float32 a visual token (NaN where it had none); `notes` are the method's further numbers.
     """
 
@@ -34,6 +36,13 @@ class Decision:
     order: np.ndarray | None
     score: np.ndarray | None
     notes: Mapping[str, np.ndarray]
+    extra: int = 0
+    members: np.ndarray | None = None
+
+    @property
+    def got(self) -> int:
+        """Tokens kept, a class token included."""
+        return len(self.kept) + self.extra
 
 
 @dataclass(eq=False)
@@ -49,6 +58,15 @@ class Sample:
     def kept(self) -> np.ndarray:
         """Visual tokens left after the last stage, as decided on the prompt."""
         return self.prompt_decisions[-1].kept if self.prompt_decisions else np.arange(len(self.tokens))
+
+    def patches(self) -> np.ndarray:
+        """`(kept tokens, visual tokens)` bool: which of the original tokens each kept one is made of, over all stages."""
+        made_of = np.eye(len(self.tokens), dtype=bool)
+        for decision in self.prompt_decisions:
+            if decision.members is not None:
+                merged = (decision.members.astype(np.int64) @ made_of.astype(np.int64)) > 0
+                made_of[decision.kept] = merged
+        return made_of[self.kept]
 
     @property
     def prompt_decisions(self) -> list[Decision]:
@@ -89,7 +107,7 @@ class Run:
     @property
     def got(self) -> list[int]:
         """Tokens each sample kept."""
-        return [len(kept) for kept in self.kept]
+        return [s.prompt_decisions[-1].got if s.prompt_decisions else len(s.tokens) for s in self.samples]
 
     @property
     def layout(self) -> list[VisualTokens]:
@@ -144,7 +162,7 @@ class Run:
                         "step": decision.step,
                         "layer": decision.layer,
                         "asked": decision.asked,
-                        "got": len(decision.kept),
+                        "got": decision.got,
                         "token": np.arange(n),
                         "position": tokens.position,
                         "kind": tokens.kind,

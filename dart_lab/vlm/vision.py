@@ -21,6 +21,7 @@ from dart_lab.vlm import compat
 from dart_lab.vlm.providers import received
 from dart_lab.vlm.tap import Captured, Tap, attention_rows
 
+CLASS_TOKEN_PLACE = "class_token_place"  # note: which patch's place a kept class token takes; -1: it does not go on
 KINDS = ("VIT_BLOCK", "VISION_OUT", "PROJECTED")
 
 
@@ -273,10 +274,10 @@ class VisionReducer:
         return Reduction(
             keep=ascending(sequence),
             size=reduction.size - 1,
-            asked=reduction.asked - (1 - first),
+            asked=torch.where(reduction.asked > 0, reduction.asked - first, reduction.asked),
             slots=sequence,
             order=order,
             score=None if reduction.score is None else reduction.score[:, 1:],
             merge=None if reduction.merge is None else Merge.from_dense(reduction.weights()[:, first:, 1:]),
-            notes={**reduction.notes, "class_token_kept": torch.full_like(reduction.size, int(cls_goes_on))},
+            notes={**reduction.notes, CLASS_TOKEN_PLACE: host},
         )
