@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
+from dart_lab.errors import DartLabError
 from dart_lab.tasks import drawing
 
 CANVAS = 336  # side of a whole picture, pixels
@@ -26,6 +27,7 @@ PLATE_SHARE = 0.85  # share of whole pictures with a plate
 TEXTURED_SHARE = 0.5
 CLUTTERED_SHARE = 0.7
 PLACEMENT_TRIES = 60
+SMALLEST_SIDE = 112  # of a window, pixels; it holds any object
 
 
 @dataclass(frozen=True)
@@ -161,10 +163,15 @@ def compose(
             each is drawn evenly from ``COUNTS``.
         plate: whether there is a number plate; by default drawn with ``PLATE_SHARE`` (windows: less).
 
+    Raises:
+        DartLabError: the side is too small for the objects or larger than the canvas.
+
     >>> scene = compose(np.random.Generator(np.random.PCG64(0)))
     >>> scene.image.size, scene.index.shape, 1 <= len(scene.things) <= MOST
     ((336, 336), (336, 336), True)
     """
+    if not SMALLEST_SIDE <= side <= CANVAS:
+        raise DartLabError(f"side is {side}: give {SMALLEST_SIDE} to {CANVAS} pixels")
     share = (side / CANVAS) ** 2
     crowd = int(rng.integers(FEWEST, MOST + 1))
     wanted = crowd if side == CANVAS else max(1, int(crowd * share + rng.uniform(0.5, 1.9)))

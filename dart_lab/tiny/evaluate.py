@@ -25,11 +25,12 @@ from dart_lab.tasks import Sample, load_task, scene
 from dart_lab.tasks.questions import FAMILIES, PLURALS, Question
 from dart_lab.tiny import data, words
 from dart_lab.tiny.network import Rows, Text, TinyNetwork
+from dart_lab.tiny.recall import foreground_recall
 from dart_lab.tiny.recipe import TINY
 
 DROP_LAYER = 2
 BUDGETS = (192, 128, 64)
-PICTURES, BLIND_PICTURES, STRUCTURE_PICTURES = 300, 400, 16
+PICTURES, BLIND_PICTURES, STRUCTURE_PICTURES, RECALL_PICTURES = 300, 400, 16, 28
 TASK_SEED, BLIND_SEED = 90_001, 90_002  # no training stream and no other default uses them
 BATCH = 10  # pictures
 DRAWS, LEVEL = 2_000, 0.95  # of the bootstrap
@@ -222,6 +223,7 @@ def evaluate(folders: Sequence[Path], pictures: int = PICTURES) -> dict[str, Any
     """Everything that the model card states, for each exported checkpoint."""
     task = load_task("shapes", n=len(FAMILIES) * pictures, seed=TASK_SEED, questions_per_image=len(FAMILIES))
     groups = by_picture(list(task))
+    shown = [foreground_tokens(group[0]) for group in groups[:RECALL_PICTURES]]
     covered = [float(foreground_tokens(group[0]).float().mean()) for group in groups]
     result: dict[str, Any] = {
         "task": task.provenance(),
@@ -241,7 +243,19 @@ def evaluate(folders: Sequence[Path], pictures: int = PICTURES) -> dict[str, Any
             "bytes": (folder / "model.safetensors").stat().st_size,
             "conditions": {c.name: summary(groups, right_answers(network, groups, c)) for c in conditions()},
             "structure": structure(network, groups[:STRUCTURE_PICTURES]),
+            "recall": foreground_recall(
+                folder, groups[:RECALL_PICTURES], [tokens.numpy() for tokens in shown], BUDGETS, DROP_LAYER
+            ),
         }
+    return result
+
+
+def with_earlier_runs(result: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Add the runs of an earlier result on the same pictures, so that seeds can be measured one after the other."""
+    if path.exists():
+        earlier = json.loads(path.read_text(encoding="utf-8"))
+        if (earlier["task"], earlier["pictures"]) == (result["task"], result["pictures"]):
+            result["runs"] = dict(sorted({**earlier["runs"], **result["runs"]}.items()))
     return result
 
 
@@ -249,10 +263,10 @@ def main() -> None:
     """Command line of the evaluation."""
     parser = argparse.ArgumentParser(description="Measure exported checkpoints of tiny on held-out pictures.")
     parser.add_argument("folders", type=Path, nargs="+", help="exported checkpoints")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write, or to add to")
     parser.add_argument("--pictures", type=int, default=PICTURES, help=f"held-out pictures (default {PICTURES})")
     arguments = parser.parse_args()
-    result = evaluate(arguments.folders, arguments.pictures)
+    result = with_earlier_runs(evaluate(arguments.folders, arguments.pictures), arguments.out)
     partial = arguments.out.with_name(arguments.out.name + ".part")
     partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, arguments.out)
