@@ -141,7 +141,7 @@ def prune(
     image: Annotated[Path, typer.Argument(help="Picture: JPEG, PNG, WebP …")],
     question: Annotated[str, typer.Argument(help="Question about the picture.")],
     model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
-    method: Annotated[str, typer.Option(help="See: dart-lab list methods.")] = "dart",
+    method: Annotated[str, typer.Option(help="See: dart-lab list methods, or text as fastv:0.5.")] = "dart",
     keep: Annotated[str | None, typer.Option(help=f"Tokens (64) or ratio (0.25). Default: {_DEFAULT_KEEP}.")] = None,
     layer: Annotated[int, typer.Option(help="Decoder layer before which tokens are dropped.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of methods that draw.")] = 0,
@@ -240,14 +240,15 @@ def _check_figure_options(chosen: Any) -> None:
 
 
 def _pruner(method: str, keep: str | None, layer: int, seed: int) -> Pruner:
-    from dart_lab.pruners.registry import make_pruner
+    """A method by its name, or as text with parameters or stages: `fastv:0.5`, `2:fastv:0.5;8:dart:0.25`."""
+    from dart_lab.pruners.text import parse_pruner
 
     if keep is not None:
-        return make_pruner(method, keep=parse_keep(keep), layer=layer, seed=seed)
+        return parse_pruner(method, keep=parse_keep(keep), layer=layer, seed=seed)
     try:
-        return make_pruner(method, layer=layer, seed=seed)
+        return parse_pruner(method, layer=layer, seed=seed)
     except DartLabError:  # the method needs a number
-        return make_pruner(method, keep=parse_keep(_DEFAULT_KEEP), layer=layer, seed=seed)
+        return parse_pruner(method, keep=parse_keep(_DEFAULT_KEEP), layer=layer, seed=seed)
 
 
 def _check_save(save: Path | None, image: Path) -> None:
