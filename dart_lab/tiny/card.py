@@ -88,8 +88,11 @@ def write_card(result: dict[str, Any]) -> str:
     """The text of the card; every number is from ``result``, the JSON of the evaluation, or from the recipe."""
     runs, blind, shape = result["runs"], result["blind"], TINY.shape
     mean, low, high = (100 * result["foreground"][key] for key in ("mean", "5 %", "95 %"))
-    blocked, thinned = 100 * TINY.blocked, 100 * TINY.thinned
     names = list(runs)
+    seeds = f"Seeds measured: {', '.join(names)}."
+    if len(names) == 1:
+        seeds += " A second seed was not finished, so nothing is known about the spread between trainings."
+    blocked, thinned = 100 * TINY.blocked, 100 * TINY.thinned
     first = runs[names[0]]
     accuracy = [["blind floor", *_accuracy(blind, interval=False)]]
     accuracy += [[name, *_accuracy(run["conditions"]["all 576"], interval=True)] for name, run in runs.items()]
@@ -113,14 +116,14 @@ All numbers below are written by `dart_lab.tiny.card` from `evaluation.json`.
 
 ## What it knows
 The drawn world of the task `shapes`: 336 x 336 pixels, 4 to 8 objects of eight shapes and eight colors over flat or
-textured grounds with grey clutter, mostly a plate with a two-digit number. Foreground: {mean:.1f} % of
-the tokens ({low:.1f} to {high:.1f} % on nine pictures of ten). It answers seven families of questions in fixed words and
-knows nothing else. Counting goes from one to four. Mirrored pictures are as likely as the pictures.
+textured grounds with grey clutter, mostly a plate with a two-digit number. Foreground: {mean:.1f} % of the tokens
+({low:.1f} to {high:.1f} % on nine pictures of ten). It answers seven families of questions in fixed words and knows
+nothing else. Counting goes from one to four. Mirrored pictures are as likely as the pictures.
 
 ## Accuracy
 Percent of answers exactly right with all tokens, on {result["pictures"]} held-out pictures with one question of each
 family a picture; answers are balanced. In brackets: 95 % intervals, bootstrapped over pictures; they do not cover
-retraining, for which there is one row a seed. The blind floor answers each question template with its most frequent
+retraining. The blind floor answers each question template with its most frequent
 answer on other pictures.
 
 {_table(("", *COLUMNS), accuracy)}
@@ -139,7 +142,8 @@ its training was made by how a method fares):
 {_table(("run", "method", *(f"keep {budget}" for budget in BUDGETS)), recall)}
 
 ## What it is not
-It has no attention sinks, no massive activations and at most a mild preference for the lower rows; use `mini` for those.
+It has no attention sinks, no massive activations and at most a mild preference for the lower rows; use `mini` for
+those.
 
 {_structure(runs)}
 
@@ -148,21 +152,22 @@ It has no attention sinks, no massive activations and at most a mild preference 
 * One head was taught to put the share 1 / (k + 1) of a counted noun's attention on `<bos>` and on each of the k
   objects' centers. Counting is therefore the family that suffers first when tokens near centers go.
 * Text was kept from seeing visual tokens in layers 0 and 1 for {blocked:.0f} % of the training pictures, so that
-  answers are read in layer {DROP_LAYER} or later. In {thinned:.0f} % of the batches a random part of the ground was dropped
-  from layer {DROP_LAYER} on; objects never were.
+  answers are read in layer {DROP_LAYER} or later. In {thinned:.0f} % of the batches a random part of the ground was
+  dropped from layer {DROP_LAYER} on; objects never were.
 
 ## Training
-`python -m dart_lab.tiny.train --seed N --out DIR`, then `python -m dart_lab.tiny.export`, `evaluate` and `card`. Fresh
-pictures throughout, {TINY.ranks} ranks of one thread, about an hour on two CPU cores. Windows are parts of the canvas at
-random places, with the positions of those places, so no stage sees a lattice of the final grid. Matrices are trained
-by Muon, the rest by AdamW; weight decay {TINY.weight_decay:g}, gradients clipped at {TINY.clip:g}, {TINY.warmup} updates of
-warm-up a phase. Besides the answers it is taught what each patch shows (shape, color, digit, cell, center), where to look when it
-counts, and from phase 5 on where the referents of nouns are; these read-outs are not part of the checkpoint.
+`python -m dart_lab.tiny.train --seed N --out DIR`, then `python -m dart_lab.tiny.export`, `evaluate` and `card`.
+Fresh pictures throughout, {TINY.ranks} ranks of one thread, about an hour on two CPU cores. Windows are parts of the
+canvas at random places, with the positions of those places, so no stage sees a lattice of the final grid. Matrices
+are trained by Muon, the rest by AdamW, with weight decay {TINY.weight_decay:g}, gradients clipped at {TINY.clip:g} and
+{TINY.warmup} updates of warm-up a phase. Besides the answers it is taught what each patch shows (shape, color, digit,
+cell, center), where to look when it counts, and from phase 5 on where the referents of nouns are; these read-outs are
+not part of the checkpoint.
 
 {_recipe(TINY)}
 
-Phases 5 and 6 were added when the first four had left relations of seed 0 near chance; seed 0 went on from there, other
-seeds ran all six in one go. Seed 0 ships because it was the first and reaches the targets.
+Phases 5 and 6 were added when the first four had left relations of seed 0 near chance; seed 0 went on from there, so
+the six phases have not been run in one go. {seeds}
 """
 
 

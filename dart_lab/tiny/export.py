@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from dart_lab.tasks import scene
 from dart_lab.tiny import words
-from dart_lab.tiny.network import Shape, TinyNetwork
+from dart_lab.tiny.network import TinyNetwork
 from dart_lab.tiny.optimizer import FlatOptimizer
 from dart_lab.tiny.recipe import TINY, Recipe
 from dart_lab.tiny.train import build, resume
+from dart_lab.tiny.vision import Shape
 
 ANSWER_TOKENS = 4  # longest answer and its end, with one to spare
 TEMPLATE = (

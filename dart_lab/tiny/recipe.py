@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dart_lab.tiny.network import Shape
+from dart_lab.tiny.vision import Shape
 
 
 @dataclass(frozen=True)

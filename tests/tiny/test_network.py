@@ -12,7 +12,8 @@ from dart_lab.tasks import load_task
 from dart_lab.tiny import data, words
 from dart_lab.tiny.evaluate import by_picture, pack_samples
 from dart_lab.tiny.export import write_folder
-from dart_lab.tiny.network import Rows, Shape, Text, TinyNetwork
+from dart_lab.tiny.network import Rows, Text, TinyNetwork
+from dart_lab.tiny.vision import Shape
 
 SMALL = Shape(width=32, heads=2, vision_layers=3, vision_ff=48, layers=4, ff=40)
 ORIGIN = torch.zeros(1, 2, dtype=torch.int64)

@@ -11,10 +11,10 @@ from torch import nn
 
 from dart_lab.errors import DartLabError
 from dart_lab.tiny import data, losses
-from dart_lab.tiny.network import Shape
 from dart_lab.tiny.optimizer import FlatOptimizer, orthogonalise
 from dart_lab.tiny.recipe import Phase, Recipe
 from dart_lab.tiny.train import CHECKPOINT, train
+from dart_lab.tiny.vision import Shape
 
 SHORT = Recipe(
     phases=(
