@@ -1,4 +1,4 @@
-"""The vision tower of ``tiny``: a CLIP vision transformer on windows of the canvas, under the names of the hub's format."""
+"""The vision tower of ``tiny``: a CLIP vision transformer on windows of the canvas, under the names of the hub."""
 
 from __future__ import annotations
 
