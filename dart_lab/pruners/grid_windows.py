@@ -63,6 +63,6 @@ def window_similarity(states: Tensor, home: Tensor, first: Tensor) -> Tensor:
     total = unit.new_zeros(len(unit), width + 1, unit.shape[2])
     total = total.scatter_add(1, index[:, :, None].expand_as(unit), unit)[:, :width]
     own = unit.new_zeros(len(unit), width + 1).scatter_add(1, index, unit.square().sum(dim=2))[:, :width]
-    number = unit.new_zeros(len(unit), width + 1).scatter_add(1, index, torch.ones_like(own[:, :1]).expand_as(index))
+    number = unit.new_zeros(len(unit), width + 1).scatter_add(1, index, torch.ones_like(index, dtype=unit.dtype))
     k = number[:, :width]
     return (total.square().sum(dim=2) - own) / (k * (k - 1)).clamp(min=1)

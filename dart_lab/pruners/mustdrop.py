@@ -14,7 +14,7 @@ from dart_lab.pruners.assignment import in_order, merge_assigned, slot_of
 from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.budget import resolve_keep
 from dart_lab.pruners.grid_windows import window_similarity, windows
-from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows
+from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows, rows_to_mask
 from dart_lab.pruners.selectors import ascending, top_k
 from dart_lab.pruners.signals import Signals
 from dart_lab.pruners.staged import Staged
@@ -116,10 +116,12 @@ class MustDropWindows(Pruner):
             raise DartLabError("mustdrop: windows need the patches' places; without a grid give similarity=None")
         n, states = signals.visual.shape[1], gather_tokens(signals.get("hidden"), signals.visual)
         home, first = windows(signals.grid, signals.valid, self.window)  # window of each patch, first patch of each
+        if not first.shape[1]:  # no grid holds a whole window
+            return Reduction.from_mask(signals.valid, signals.counts)
         alike = window_similarity(states, home, first)
         merges = (first != PAD) & (alike >= self.similarity)
         inside = (home != PAD) & merges.gather(1, home.clamp(min=0))
-        heads = torch.zeros_like(inside).scatter(1, first.clamp(min=0), merges & (first != PAD))
+        heads = rows_to_mask(torch.where(merges, first, PAD), n)
         sequence = mask_to_rows(signals.valid & (~inside | heads))
         own = slot_of(sequence, n)
         head = first.gather(1, home.clamp(min=0))
