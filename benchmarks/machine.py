@@ -38,17 +38,19 @@ def _processor() -> str:
 
 
 def medians(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of each piece of work, run in turn so that a busy machine slows all of them alike.
+    """Milliseconds of processor time of each piece of work, run in turn on one thread.
 
-    Returns for each name `median_ms` and `least_ms`; one further run of each before the first counted one warms up.
+    Processor time of one thread says the same on a busy machine; waiting does not count. Returns for each name
+    `median_ms` and `least_ms`; one further run of each before the first counted one warms up.
     """
+    torch.set_num_threads(1)
     taken: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(repeats + 1):
         for name, run in work.items():
-            start = time.perf_counter()
+            start = time.process_time()
             run()
             if repeat:
-                taken[name].append((time.perf_counter() - start) * 1e3)
+                taken[name].append((time.process_time() - start) * 1e3)
     return {
         name: {"median_ms": round(statistics.median(ms), 3), "least_ms": round(min(ms), 3)}
         for name, ms in taken.items()

@@ -13,7 +13,7 @@ from machine import RESULTS
 HEAD = """# Benchmarks
 
 Written by `python benchmarks/report.py` from `results/*.json`; do not edit. Times are medians of interleaved runs in
-one process, in milliseconds; ratios are the result, milliseconds depend on the machine.
+one process, in milliseconds of one thread's processor time; ratios are the result, milliseconds depend on the machine.
 """
 
 
@@ -62,7 +62,7 @@ def times(r: dict[str, Any]) -> str:
 def machine(m: dict[str, Any]) -> str:
     """The machine, in a line."""
     return (
-        f"{m['processor']}, {m['cores']} cores, {m['threads']} threads, {m['capability']}; Python {m['python']}, "
+        f"{m['processor']}, {m['cores']} cores, threads used: {m['threads']}, {m['capability']}; Python {m['python']}, "
         f"torch {m['torch']}, transformers {m['transformers']}."
     )
 
