@@ -157,7 +157,6 @@ class ToMeLLM(Pruner):
 
     name: ClassVar[str] = "tome-llm"
     needs: ClassVar[frozenset[str]] = frozenset({"keys"})
-    paper: ClassVar[str] = ToMe.paper
 
     def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
         """Match, merge keys along with sizes, and match again."""
