@@ -35,7 +35,6 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({
     "scope": "dart_lab.pruners.scope:SCOPE",
     "sparsevlm": "dart_lab.pruners.sparsevlm:SparseVLM",
     "tome": "dart_lab.pruners.tome:ToMe",
-    "tome-llm": "dart_lab.pruners.tome:ToMeLLM",
     "uniform-grid": "dart_lab.pruners.uniform_grid:UniformGrid",
     "uniqueness": "dart_lab.pruners.uniqueness:Uniqueness",
     "v2drop": "dart_lab.pruners.v2drop:V2Drop",
