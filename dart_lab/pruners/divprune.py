@@ -31,6 +31,7 @@ class DivPrune(Pruner):
     least half of the best that any choice of as many tokens could have. The note `reach` is `(batch, m)`: the distance
     at which each token of `order` was taken.
 
+    >>> import torch
     >>> states = torch.tensor([[[1.0, 0.0], [1.0, 0.1], [0.0, 1.0]]])
     >>> DivPrune(keep=2)(Signals.of(visual=torch.tensor([[0, 1, 2]]), hidden=states)).keep
     tensor([[0, 2]])

@@ -23,6 +23,7 @@ class FasterVLM(ScorePruner):
     A vision tower without a class token is ranked by attention received from all its tokens; the note `class_token`
     `(batch,)` bool says which it was. The authors and others report much weaker results on such towers.
 
+    >>> import torch
     >>> row = torch.tensor([0.1, 0.2, 0.5, 0.2]).expand(1, 2, 4, 4)
     >>> signals = Signals.of(visual=torch.tensor([[1, 2, 3]]), attention=row, class_token=torch.tensor([0]))
     >>> FasterVLM(keep=2)(signals).keep
