@@ -174,6 +174,8 @@ def prune(
     asked = "decided by the method" if facts["asked"] < 0 else f"asked {facts['asked']}"
     where = _WHERE[facts["stage"]].format(facts["layer"])
     typer.echo(f"kept {facts['kept']} of {facts['visual_tokens']} ({asked}) {where}")
+    for layer, slots in sorted(facts["cached"].items()):
+        typer.echo(f"cache of layer {layer} after the prompt: {slots[0]} slots kept")
     if save is not None:
         typer.echo(f"picture: {save}")
 
@@ -291,7 +293,8 @@ def _answer_twice(
     facts = {
         "question": question, "answer": answer, "pruned_answer": pruned_answer, "visual_tokens": len(tokens),
         "asked": run.asked[0], "kept": run.got[0], "kept_tokens": run.kept[0].tolist(), "method": pruner.name,
-        "stage": stage.kind, "layer": stage.layer, "parameters": pruner.parameters(), "provenance": vlm.provenance(),
+        "stage": stage.kind, "layer": stage.layer, "parameters": pruner.parameters(), "cached": run.cached,
+        "provenance": vlm.provenance(),
     }
     return facts, overlay_png(picture, tokens, run.kept[0]) if draw else None
 

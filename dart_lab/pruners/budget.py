@@ -67,7 +67,7 @@ def resolve_keep(keep: int | float, size: Tensor) -> Tensor:
 
     Args:
         keep: whole number of tokens, or retention ratio in (0, 1] (rounded half up, at least 1).
-        size: `(batch,)` int64, visual tokens of each sample.
+        size: `(batch,)` int64, visual tokens of each sample; a sample without any has none to keep.
 
     Returns:
         `(batch,)` int64.
@@ -81,9 +81,9 @@ def resolve_keep(keep: int | float, size: Tensor) -> Tensor:
     check_keep(keep)
     if isinstance(keep, float):
         return (size.double() * keep + 0.5).floor().long().clamp(min=1).minimum(size)
-    short = [int(n) for n in size.tolist() if n < keep]
+    short = [int(n) for n in size.tolist() if 0 < n < keep]
     if short:
         raise DartLabError(
             f"keep={keep} but a sample has only {short[0]} visual tokens; give at most {min(short)}, or a ratio"
         )
-    return torch.full_like(size, keep)
+    return torch.full_like(size, keep).minimum(size)

@@ -18,14 +18,15 @@ from dart_lab.pruners.signals import Signals
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticCache(Pruner):
-    """In every layer, the slots that receive most attention are anchors, and each takes the mean of its neighbourhood.
+    """In every layer but the first, the most attended slots are anchors; each takes the mean of its neighbourhood.
 
     The slots are split half way between neighbouring anchors; keys and values of a bucket are averaged. Importance is
     what a slot receives from all queries, mean over heads. The prompt's first and last token are always anchors.
 
     Args:
         keep: anchors, or their share of the prompt's slots, text included.
-        first: the first layer whose cache is reduced. Default 0, all of them.
+        first: the first layer whose cache is reduced, at least 1. Default 1: layer 0 keeps its cache, because the model
+            takes positions and masks of later tokens from its length.
 
     >>> signals = Signals.of(visual=torch.arange(5)[None], received=torch.tensor([[5.0, 1.0, 4.0, 1.0, 0.0]]))
     >>> ElasticCache(keep=3)(signals).weights()[0]
@@ -35,7 +36,8 @@ class ElasticCache(Pruner):
 
     Differs from the official code in: it ranks importance by one argsort where a rank needs two, so that what it gives
     up is close to a random choice; here the least attended slots go. A slot half way between two anchors joins the
-    earlier one. The elimination of one slot for every new token is not part of this: only the prompt is reduced.
+    earlier one. Layer 0 is left whole. The elimination of one slot for every new token is not part of this: only the
+    prompt is reduced.
     """
 
     name: ClassVar[str] = "elastic-cache"
@@ -43,7 +45,7 @@ class ElasticCache(Pruner):
     whole_cache: ClassVar[bool] = True
     paper: ClassVar[str] = "Efficient Inference of VLMs with Elastic Cache, arXiv 2407.18121"
 
-    first: int = 0
+    first: int = 1
 
     @property
     def stage(self) -> Stage:

@@ -26,6 +26,8 @@ class Signals:
             `hidden` () → `(batch, sequence, channels)`, output of layer K−1;
             `normed` () → the same through the model's final norm;
             `embeds` () → `(batch, sequence, channels)`, the input embeddings of the same tokens (before layer 0);
+            `image_embeds` () → `(batch, n before any stage, channels)`, those of all visual tokens, where `embeds` is
+            recorded;
             `delta` () → `(batch, sequence, channels)`, output minus input of layer K−1;
             `keys`, `values` () → `(batch, kv_heads, sequence, head_dim)` of layer K−1, after rotary embedding;
             `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1;

@@ -15,8 +15,9 @@ from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
 from dart_lab.vlm.cuts import Cut, make_cut
 from dart_lab.vlm.passes import Pass
+from dart_lab.vlm.run import Sample
 
-DecideCache = Callable[[Pruner, int, Signals], Reduction]
+DecideCache = Callable[[Pruner, int, Signals, "list[Sample]"], Reduction]
 
 
 def reduce_caches(
@@ -28,7 +29,7 @@ def reduce_caches(
         text: the stack of decoder layers.
         cache: the cache after the prompt.
         now: the prompt's pass.
-        decide: part, decoder layer, signals of that layer's cache → reduction.
+        decide: part, decoder layer, signals of that layer's cache, the prompt's samples → reduction.
         received: layer → `(batch, slots)` attention that each slot received, where a part asks for it.
 
     Raises:
@@ -74,7 +75,7 @@ def _reduce_layer(
             **({"received": lambda: received[index]} if index in received else {}),
         },
     )
-    reduction = decide(part, index, signals)
+    reduction = decide(part, index, signals, now.samples)
     if reduction.merge is None and torch.equal(reduction.counts, signals.counts):
         return
     cut = make_cut(reduction, layer=index, rows=columns, visual=chosen_from, positions=positions, compact=False)

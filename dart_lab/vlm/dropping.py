@@ -238,6 +238,9 @@ class Dropper(PassWatcher):
                 return recorded
             return gather_tokens(recorded, rows)
 
+        def image_embeds() -> Tensor:
+            return gather_tokens(now.entered[0], mask_to_rows(self.marked(now).to(now.entered[0].device)))
+
         def rotary() -> Any:
             own = dict(kwargs)
             self._move(now, previous, None if held is None else held.shift, own, states, ("ahead", index))
@@ -250,6 +253,7 @@ class Dropper(PassWatcher):
             sample_seeds=lambda: self.seeds(now),
             original=self.sizes(now, states.device),
             providers=self._marked(number)
+            | ({"image_embeds": image_embeds} if 0 in now.entered else {})
             | layer_providers(
                 self.text,
                 now.captured[index - 1],
@@ -302,7 +306,7 @@ class Dropper(PassWatcher):
         key: Any,
     ) -> None:
         """Rewrite a layer's keyword arguments to the rows and columns that it has; computed once a pass."""
-        device, cache = states.device, compat.cache_layer(compat.cache_of(kwargs), self.stages[0])
+        device, cache = states.device, compat.cache_layer(compat.cache_of(kwargs), self._first)
         rows = None if cut is None else cut.rows.to(device)
         kwargs["attention_mask"] = _once(
             now,

@@ -200,8 +200,9 @@ class FrontDropper(Dropper):
         if all(len(row) == 1 for row in rows):
             return _rows_of(crops, torch.tensor([row[0] for row in rows], device=crops.keep.device))
         per_crop = int(crops.size[0])
+        none = crops.sequence.new_empty(0)  # what a prompt without pictures joins
         joined = [
-            torch.cat([crops.sequence[r][crops.sequence[r] != PAD] + i * per_crop for i, r in enumerate(row)])
+            torch.cat([none, *(crops.sequence[r][crops.sequence[r] != PAD] + i * per_crop for i, r in enumerate(row))])
             for row in rows
         ]
         sequence = torch.nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=PAD)
@@ -211,7 +212,7 @@ class FrontDropper(Dropper):
         if CLASS_TOKEN_PLACE in crops.notes:
             place = crops.notes[CLASS_TOKEN_PLACE][:, 0]
             moved = [[place[r] + i * per_crop * (place[r] >= 0) for i, r in enumerate(row)] for row in rows]
-            hosts = [torch.stack(row) for row in moved]
+            hosts = [torch.stack(row) if row else none for row in moved]
             notes[CLASS_TOKEN_PLACE] = torch.nn.utils.rnn.pad_sequence(hosts, batch_first=True, padding_value=PAD)
         return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence, notes=notes)
 

@@ -51,10 +51,12 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
     Warns:
         DartLabWarning: nothing was pruned, because no prompt with visual tokens was run.
 
-    >>> import dart_lab as dl                                             # doctest: +SKIP
-    >>> with dl.prune(model, dl.pruners.DART(keep=64)) as run:            # doctest: +SKIP
-    ...     model.generate(**inputs)
-    >>> run.kept[0]                                                       # doctest: +SKIP
+    >>> import dart_lab as dl
+    >>> vlm, sample = dl.load("tiny"), dl.load_task("shapes", n=1, seed=0)[0]
+    >>> with dl.prune(vlm.model, dl.pruners.DART(keep=64)) as run:
+    ...     out = vlm.model.generate(**vlm.prepare([sample.image], [sample.question]))
+    >>> len(run.kept[0]), run.asked
+    (64, [64])
     """
     check_method(pruner)
     model = model_of(model)
@@ -142,8 +144,10 @@ def _decider(pruner: Pruner, run: Run) -> Decide:
 def _cache_decider(pruner: Pruner, run: Run) -> DecideCache:
     """Ask a part about one layer's cache, and count what it keeps there."""
 
-    def decide(part: Pruner, layer: int, signals: Signals) -> Reduction:
+    def decide(part: Pruner, layer: int, signals: Signals, samples: list[Sample]) -> Reduction:
         reduction = part(signals)
+        if samples and not any(sample is samples[0] for sample in run.samples[-len(samples) :]):
+            run.samples.extend(samples)  # no stage before this one has noted them
         run.cached[layer] = reduction.counts.tolist()
         return reduction
 

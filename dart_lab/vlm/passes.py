@@ -210,6 +210,12 @@ class PassWatcher:
         """`(batch, total)` bool: which columns, up to the end of this pass, are real tokens; None: it is not said."""
         return compat.real_tokens(kwargs.get("attention_mask"), total)
 
+    def marked(self, now: Pass) -> Tensor:
+        """`(batch, length)` bool: the visual tokens of a pass that has some. Raises `DartLabError` if it has none."""
+        if now.visual is None:
+            raise DartLabError("there is no prompt with visual tokens in this pass")
+        return now.visual
+
     def sizes(self, now: Pass, device: torch.device) -> Tensor:
         """`(batch,)` int64: visual tokens of each row's sample, before any stage."""
         each = [len(sample.tokens) for sample in now.samples for _ in range(now.expand)]

@@ -21,7 +21,7 @@ class Decision:
 
     `step` is 0 for the prompt, and counts the decode steps of a method that ranks anew at each of them.
     `kept` counts within all of the sample's visual tokens, ascending; `order` the same in order of choice (or None);
-    `members` `(kept tokens, visual tokens)` bool says what was merged into each kept token (None: nothing).
+    `members` `(kept tokens, visual tokens)` bool says what was merged into each kept token.
     `extra` counts kept tokens that are no patches of the picture: a class token that goes on.
     `score` has one float32 a visual token (NaN where it had none); `notes` are the method's further numbers.
     """
@@ -60,7 +60,7 @@ class Sample:
         return self.prompt_decisions[-1].kept if self.prompt_decisions else np.arange(len(self.tokens))
 
     def patches(self) -> np.ndarray:
-        """`(kept tokens, visual tokens)` bool: which of the original tokens each kept one is made of, over all stages."""
+        """`(kept tokens, visual tokens)` bool: which original tokens each kept one is made of, over all stages."""
         made_of = np.eye(len(self.tokens), dtype=bool)
         for decision in self.prompt_decisions:
             if decision.members is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster
+from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Llava:
                 f"{len(position)} visual tokens are not whole images of {per_image}: the prompt cuts an image "
                 "(a truncated prompt or chunked prefill); leave the image whole"
             )
+        if not images:
+            return unknown_place(position), 0
         parts = []
         for image in range(images):
             here = position[image * per_image : (image + 1) * per_image]
