@@ -17,8 +17,9 @@ from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.reduction import PAD, Reduction, gather_tokens, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
+from dart_lab.vlm.arguments import columns_after, move_positions, once, shorten_mask
 from dart_lab.vlm.cache_stage import DecideCache, reduce_caches
-from dart_lab.vlm.cuts import Cut, gather_along, make_cut, select_positions
+from dart_lab.vlm.cuts import Cut, make_cut
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.passes import Held, Pass, PassWatcher
 from dart_lab.vlm.providers import layer_providers, received
@@ -32,8 +33,7 @@ class Dropper(PassWatcher):
     """While attached, asks `decide` before each layer in `stages` and drops what it says.
 
     `decide(layer, signals, samples, number)` gets the signals at that layer, the samples (one for every `expand` rows)
-    and
-    `number` `(batch, n)`, which visual token of the sample each visual token of the signals is. It returns a
+    and `number` `(batch, n)`, which visual token of the sample each visual token of the signals is. It returns a
     `Reduction`, or None to leave the sequence as it is.
     """
 
@@ -154,12 +154,13 @@ class Dropper(PassWatcher):
                 None if known is None else known.shape[1],
                 index if self._cache else None,  # a cache stage leaves other columns in every layer
             )
-            columns = _once(
-                now, ("columns", key), None, lambda _: _columns(now, cut, known, len(states), states.device)
+            columns = once(
+                now, ("columns", key), None, lambda _: columns_after(now, cut, known, len(states), states.device)
             )
             shift = ragged.shift_of(layer)
-            self._move(now, cut, shift, kwargs, states, key)
-            self._shorten(now, cut, columns, hollow, kwargs, states, key)
+            move_positions(self.text, now, cut, shift, kwargs, states, key)
+            width, backend = compat.fixed_length(layer), compat.backend_of(self.text)
+            shorten_mask(now, cut, columns, hollow, kwargs, states, key, width=width, backend=backend)
             later = (
                 shift if cut is None or not cut.compact else cut.dropped(now.length) + (0 if shift is None else shift)
             )
@@ -243,7 +244,9 @@ class Dropper(PassWatcher):
 
         def rotary() -> Any:
             own = dict(kwargs)
-            self._move(now, previous, None if held is None else held.shift, own, states, ("ahead", index))
+            move_positions(
+                self.text, now, previous, None if held is None else held.shift, own, states, ("ahead", index)
+            )
             return own["position_embeddings"]
 
         return Signals(
@@ -273,86 +276,3 @@ class Dropper(PassWatcher):
             name: lambda mark=mark: mark.to(number.device).gather(1, number.clamp(min=0)) & (number != PAD)
             for name, mark in self._marks.items()
         }
-
-    def _move(
-        self, now: Pass, cut: Cut | None, shift: Tensor | None, kwargs: dict[str, Any], states: Tensor, key: Any
-    ) -> None:
-        """Give the slots their rotary positions: those of their tokens, or numbered without gaps."""
-        if cut is not None and not cut.compact:
-            rows = cut.rows.to(states.device)
-            for name in ("position_embeddings", "position_ids"):
-                if kwargs.get(name) is not None:
-                    kwargs[name] = _once(now, (name, key), kwargs[name], lambda value: select_positions(value, rows))
-        elif cut is not None or shift is not None:
-            ids = kwargs.get("position_ids")
-            if not isinstance(ids, Tensor) or ids.dim() != 2:
-                raise DartLabError(
-                    "positions can be renumbered only where they are one number a token; keep the original ones"
-                )
-            moved = _once(now, ("moved", key), ids, lambda value: renumbered(value, cut, shift))
-            kwargs["position_ids"] = moved
-            kwargs["position_embeddings"] = _once(
-                now, ("turned", key), moved, lambda value: self.text.rotary_emb(states, value)
-            )
-
-    def _shorten(
-        self,
-        now: Pass,
-        cut: Cut | None,
-        columns: Tensor,
-        hollow: bool,
-        kwargs: dict[str, Any],
-        states: Tensor,
-        key: Any,
-    ) -> None:
-        """Rewrite a layer's keyword arguments to the rows and columns that it has; computed once a pass."""
-        device, cache = states.device, compat.cache_layer(compat.cache_of(kwargs), self._first)
-        rows = None if cut is None else cut.rows.to(device)
-        kwargs["attention_mask"] = _once(
-            now,
-            ("mask", key),
-            kwargs.get("attention_mask"),
-            lambda mask: ragged.short_mask(
-                mask,
-                rows=rows,
-                columns=columns,
-                hollow=hollow,
-                ordered=cut is None or cut.ordered,
-                past=now.past,
-                length=now.length,
-                attended=now.attended,
-                width=compat.fixed_length(cache),
-                backend=compat.backend_of(self.text),
-                dtype=states.dtype,
-            ),
-        )
-        if kwargs.get("cache_position") is not None:  # releases before 5.4: where a static cache writes
-            kwargs["cache_position"] = torch.arange(columns.shape[1] - states.shape[1], columns.shape[1], device=device)
-
-
-def _once(now: Pass, key: Any, value: Any, compute: Callable[[Any], Any]) -> Any:
-    """`compute(value)`, remembered for the layers that get the same `value` in this pass."""
-    stored = now.memo.get(key)
-    if stored is None or stored[0] is not value:
-        stored = now.memo[key] = (value, compute(value))
-    return stored[1]
-
-
-def _columns(now: Pass, cut: Cut | None, known: Tensor | None, batch: int, device: torch.device) -> Tensor:
-    """`(batch, keys)` columns that a layer holds after this pass, -1 for empty slots."""
-    if known is None:
-        known = torch.arange(now.past, device=device).expand(batch, -1)
-    if cut is None:
-        new = torch.arange(now.past, now.total, device=device).expand(batch, -1)
-    else:
-        rows = cut.rows.to(device)
-        new = torch.where(rows == PAD, PAD, rows + now.past)
-    return torch.cat([known.to(device), new], dim=1)
-
-
-def renumbered(ids: Tensor, cut: Cut | None, shift: Tensor | None) -> Tensor:
-    """Renumber position ids `(batch | 1, n)`: those of the first m tokens, less what earlier passes lost."""
-    if cut is not None:
-        slot = torch.arange(cut.rows.shape[1], device=ids.device) - (cut.rows == PAD).sum(dim=1, keepdim=True)
-        ids = gather_along(ids, slot, dim=-1)
-    return ids if shift is None else ids - shift[:, None].to(ids.device)

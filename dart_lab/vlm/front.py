@@ -19,8 +19,9 @@ from dart_lab.pruners.reduction import PAD, Merge, Reduction, compose, mask_to_r
 from dart_lab.pruners.selectors import ascending
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
+from dart_lab.vlm.arguments import renumbered
 from dart_lab.vlm.cuts import Cut, gather_along, make_cut
-from dart_lab.vlm.dropping import Dropper, renumbered
+from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.passes import Held, Pass
 from dart_lab.vlm.run import Sample
 from dart_lab.vlm.vision import CLASS_TOKEN_PLACE, KINDS, VisionReducer
