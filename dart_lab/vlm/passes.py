@@ -106,7 +106,6 @@ class PassWatcher:
         self.text = compat.text_model(model)
         self.current: Pass | None = None
         self.prompt: Prompt | None = None
-        self.images_seen = 0
         self._ids: Tensor | None = None
         self._pixels: Tensor | None = None
         self._expand = 1
