@@ -42,7 +42,7 @@ class Cut:
 
     def extended(self, new: Tensor, slots: int, before: int) -> Cut:
         """The same cut with tokens `new` `(k,)` behind; before it there were `slots` slots for `before` tokens."""
-        later = new.expand(self.rows.shape[0], -1)
+        later = new.to(self.rows.device).expand(self.rows.shape[0], -1)
         local = torch.cat([self.local, later - before + slots], dim=1)
         merge = self.merge
         return Cut(
