@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from dart_lab.vlm.families import Family
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
 from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured
+
+PICTURES_SHOWN = 4  # samples of a block whose pictures are kept for display
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +111,7 @@ class PassWatcher:
         self._ids: Tensor | None = None
         self._pixels: Tensor | None = None
         self._expand = 1
+        self._shown = 0
         self._undo: list[Callable[[], None]] = []
 
     def attach(self) -> None:
@@ -276,19 +279,35 @@ class PassWatcher:
                 tokens, images = self.family.tokens(self.model, position, kwargs, image, None)
             samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
             image += images
+        self._note_views(samples)
         now.samples = samples
         now.layout = TokenLayout(
             groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(now.expand))
         )
 
+    def _pixel_rows_each(self, samples: Sequence[Sample]) -> int:
+        """Rows of the tower's input that belong to one picture of these samples; 0 if that cannot be told."""
+        rows = self._pixels.shape[0] if self._pixels is not None else 0
+        images = sum(sample.images for sample in samples)
+        one_row_an_image = self.family is not None and self.family.pixel_rows(1) == 1
+        return rows // images if one_row_an_image and images and rows % images == 0 else 0
+
+    def _note_views(self, samples: Sequence[Sample]) -> None:
+        """Keep the first few pictures as the model saw them, for a look at what was kept."""
+        repeat, image = self._pixel_rows_each(samples), 0
+        for sample in samples:
+            if not repeat or self._pixels is None or self._shown == PICTURES_SHOWN:
+                return
+            if sample.images:
+                sample.view = as_picture(self._pixels[image * repeat])
+                self._shown += 1
+            image += sample.images
+
     def seeds(self, now: Pass) -> tuple[int, ...]:
         """One number a row: a fingerprint of the sample's token ids and pictures, whatever batch it came in."""
         out: list[int] = []
         image = 0
-        rows = self._pixels.shape[0] if self._pixels is not None else 0
-        images = sum(sample.images for sample in now.samples)
-        one_row_an_image = self.family is not None and self.family.pixel_rows(1) == 1
-        repeat = rows // images if one_row_an_image and images and rows % images == 0 else 0
+        repeat = self._pixel_rows_each(now.samples)
         for number, sample in enumerate(now.samples):
             digest, row = hashlib.blake2b(digest_size=7), number * now.expand
             real = slice(None) if now.attended is None else now.attended[row, now.past :].cpu().numpy()
@@ -302,3 +321,11 @@ class PassWatcher:
             image += sample.images
             out += [int.from_bytes(digest.digest(), "big")] * now.expand
         return tuple(out)
+
+
+def as_picture(pixels: Tensor) -> np.ndarray:
+    """One row of the tower's input, `(3, height, width)`, as `(height, width, 3)` uint8 over its own range."""
+    values = pixels.detach().float().cpu()
+    low, high = values.amin(), values.amax()
+    scaled = (values - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
+    return (scaled * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()

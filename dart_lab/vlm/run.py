@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.layout import VisualTokens
@@ -47,11 +48,16 @@ class Decision:
 
 @dataclass(eq=False)
 class Sample:
-    """One prompt: its visual tokens and the decisions about them, in the order of the stages."""
+    """One prompt: its visual tokens and the decisions about them, in the order of the stages.
+
+    `view` `(height, width, 3)` uint8 is its first picture as the model saw it, in its own range of colours; it is noted
+    for the first few samples of a block only.
+    """
 
     tokens: VisualTokens
     token_ids: np.ndarray | None
     images: int = 1
+    view: np.ndarray | None = None
     decisions: list[Decision] = field(default_factory=list)
 
     @property
@@ -117,6 +123,17 @@ class Run:
     def notes(self, sample: int = 0, stage: int = -1) -> Mapping[str, np.ndarray]:
         """The method's further numbers about one sample, e.g. DART's pivots and ε."""
         return self.samples[sample].decisions[stage].notes
+
+    def _repr_png_(self) -> bytes | None:
+        """In a notebook: the kept tokens over the first pictures; nothing where no picture was seen."""
+        from dart_lab.displays.overlay import overlay
+        from dart_lab.displays.style import png_bytes
+
+        shown = [(Image.fromarray(sample.view), sample) for sample in self.samples if sample.view is not None]
+        if not shown:
+            return None
+        tokens, kept = [sample.tokens for _, sample in shown], [sample.kept for _, sample in shown]
+        return png_bytes(overlay([picture for picture, _ in shown], tokens, kept))
 
     def table(self) -> pd.DataFrame:
         """A tidy table, one row a visual token (and stage).

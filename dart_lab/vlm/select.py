@@ -62,7 +62,7 @@ def select(
     def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:
         for run, pruner, own in zip(runs, pruners, parts, strict=True):
             if own is part:
-                copies = [Sample(sample.tokens, sample.token_ids, sample.images) for sample in samples]
+                copies = [Sample(sample.tokens, sample.token_ids, sample.images, sample.view) for sample in samples]
                 record(run, pruner, reduction, copies, number, stage=part.stage)
 
     def decide(layer: int, signals: Signals, samples: list[Sample], number: Tensor) -> None:
