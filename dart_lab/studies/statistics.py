@@ -6,13 +6,10 @@ from statistics import NormalDist
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from dart_lab.errors import DartLabError
-
-Floats = NDArray[np.float64]
-
-_CHUNK = 1 << 24  # numbers held at once while resampling
+from dart_lab.studies.bootstrap import Floats, Method, bootstrap_sums, check_level, check_rows
 
 
 def bootstrap_by_image(
@@ -22,8 +19,9 @@ def bootstrap_by_image(
     n_boot: int = 1000,
     level: float = 0.95,
     seed: int = 0,
+    method: Method = "percentile",
 ) -> pd.DataFrame:
-    """Mean of every column with a percentile interval; whole images are resampled, not rows.
+    """Mean of every column with an interval; whole images are resampled, not rows.
 
     Rows of one image stand or fall together: several questions on a picture are not independent.
 
@@ -33,6 +31,7 @@ def bootstrap_by_image(
         n_boot: resamples. Default 1000.
         level: coverage of the interval, in (0, 1). Default 0.95.
         seed: same seed, same interval.
+        method: "percentile" or "bca", see `dart_lab.studies.bootstrap`.
 
     Returns:
         One row a column of `values`, with columns `mean`, `low`, `high`, `n` (rows) and `images`.
@@ -43,24 +42,18 @@ def bootstrap_by_image(
     >>> bootstrap_by_image([1.0, 1.0, 1.0])[["mean", "low", "high", "images"]].values.tolist()
     [[1.0, 1.0, 1.0, 3.0]]
     """
-    _check_level(level)
-    if n_boot < 1:
-        raise DartLabError(f"n_boot={n_boot}: at least one resample is needed; 1000 is usual")
     names = list(values.columns) if isinstance(values, pd.DataFrame) else None
     rows = np.asarray(values, dtype=np.float64)
     rows = rows[:, None] if rows.ndim == 1 else rows
-    _check_rows(rows)
-    images, sums, sizes = _by_image(rows, image_ids)
-    rng = np.random.default_rng(seed)
-    means = np.empty((n_boot, rows.shape[1]))
-    step = max(1, _CHUNK // images)
-    for start in range(0, n_boot, step):
-        stop = min(start + step, n_boot)
-        weights = rng.multinomial(images, np.full(images, 1 / images), size=stop - start).astype(np.float64)
-        means[start:stop] = (weights @ sums) / (weights @ sizes)[:, None]
-    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    mean = sums.sum(axis=0) / sizes.sum()
-    return pd.DataFrame({"mean": mean, "low": low, "high": high, "n": len(rows), "images": images}, index=names)
+    check_rows(rows)
+    counted = np.concatenate([rows, np.ones((len(rows), 1))], axis=1)
+    table = bootstrap_sums(counted, image_ids, _means, n_boot=n_boot, level=level, seed=seed, method=method)
+    return table.rename(columns={"value": "mean"}).set_axis(names if names is not None else table.index)
+
+
+def _means(sums: Floats) -> Floats:
+    """Sums of columns, the last of which counts the rows → means of the others."""
+    return np.asarray(sums[..., :-1] / sums[..., -1:])
 
 
 def jackknife(whole: ArrayLike, without_one: ArrayLike, *, level: float = 0.95) -> pd.DataFrame:
@@ -83,7 +76,7 @@ def jackknife(whole: ArrayLike, without_one: ArrayLike, *, level: float = 0.95) 
     >>> jackknife(2.0, [2.5, 2.0, 1.5]).round(3).values.tolist()
     [[2.0, 0.868, 3.132]]
     """
-    _check_level(level)
+    check_level(level)
     value = np.atleast_1d(np.asarray(whole, dtype=np.float64))
     rest = np.asarray(without_one, dtype=np.float64).reshape(-1, len(value))
     images = len(rest)
@@ -134,30 +127,6 @@ def correlation(a: ArrayLike, b: ArrayLike) -> Floats:
     scale = np.sqrt((x * x).sum(axis=-1) * (y * y).sum(axis=-1))
     tiny = x.shape[-1] * np.finfo(np.float64).eps
     return np.asarray(np.where(scale > tiny, (x * y).sum(axis=-1) / np.where(scale > tiny, scale, 1.0), 0.0))
-
-
-def _by_image(rows: Floats, image_ids: ArrayLike | None) -> tuple[int, Floats, Floats]:
-    """Number of images, `(images, columns)` sums and `(images,)` numbers of rows."""
-    if image_ids is None:
-        return len(rows), rows, np.ones(len(rows))
-    codes, unique = pd.factorize(np.asarray(image_ids))
-    if len(codes) != len(rows):
-        raise DartLabError(f"{len(rows)} rows but {len(codes)} image ids; give one id a row")
-    sums = np.zeros((len(unique), rows.shape[1]))
-    np.add.at(sums, codes, rows)
-    return len(unique), sums, np.bincount(codes).astype(np.float64)
-
-
-def _check_rows(rows: Floats) -> None:
-    if rows.ndim != 2 or not len(rows):
-        raise DartLabError(f"values of shape {rows.shape}: expected (rows, columns) with at least one row")
-    if not np.isfinite(rows).all():
-        raise DartLabError("a value is NaN or infinite; drop that sample or mend its measurement first")
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise DartLabError(f"level={level}: the coverage of an interval lies between 0 and 1, for example 0.95")
 
 
 def _check_shares(shares: ArrayLike) -> Floats:

@@ -1,0 +1,97 @@
+"""Score tables against hand-computed values and sklearn; retention against the published averages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.metrics import f1_score, precision_score, recall_score
+
+from dart_lab.errors import DartLabError
+from dart_lab.studies.scores import pope_score, retention, score_table
+
+SHARED = Path(__file__).parents[3] / "shared" / "reference" / "published.json"
+
+
+def answers(seed: int = 0, n: int = 60) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    table = pd.DataFrame({"image_id": np.repeat(np.arange(n // 2), 2), "answer": rng.choice(["yes", "no"], n)})
+    table["prediction"] = np.where(rng.random(n) < 0.7, table["answer"], rng.choice(["Yes, it is.", "No."], n))
+    table["correct"] = (table["prediction"].str.lower().str[:2] == table["answer"].str[:2]).astype(float)
+    table["condition"] = "all"
+    return table
+
+
+def test_f1_and_its_parts_agree_with_sklearn() -> None:
+    table = answers()
+    said = (table["prediction"].str.lower().str[:1] == "y").astype(int)
+    is_yes = (table["answer"] == "yes").astype(int)
+    got = score_table(table, "f1").set_index("score")["value"]
+    assert got["f1"] == pytest.approx(f1_score(is_yes, said))
+    assert got["precision"] == pytest.approx(precision_score(is_yes, said))
+    assert got["recall"] == pytest.approx(recall_score(is_yes, said))
+    assert got["yes_share"] == pytest.approx(said.mean())
+    assert got["accuracy"] == pytest.approx(table["correct"].mean())
+
+
+def test_f1_without_any_yes_is_not_a_number() -> None:
+    table = pd.DataFrame({"condition": "a", "image_id": [1, 2], "prediction": "no", "answer": "no"})
+    assert np.isnan(score_table(table, "f1").set_index("score").loc["f1", "value"])
+
+
+def test_mme_needs_both_questions_of_a_picture_for_acc_plus() -> None:
+    table = pd.DataFrame(
+        {
+            "condition": "a", "image_id": [1, 1, 2, 2, 3, 3], "answer": ["yes", "no"] * 3,
+            "prediction": ["yes", "no", "yes", "yes", "no", "yes"],
+        }
+    )  # fmt: skip
+    got = score_table(table, "mme").set_index("score")["value"]
+    assert got["acc"] == pytest.approx(3 / 6) and got["acc_plus"] == pytest.approx(1 / 3)
+    assert got["mme"] == pytest.approx(100 * (3 / 6 + 1 / 3))
+
+
+def test_groups_keep_their_order_and_pope_averages_its_categories() -> None:
+    parts = [answers(seed).assign(family=name) for seed, name in enumerate(["random", "popular", "adversarial"])]
+    table = pd.concat(parts)
+    scores = score_table(table, "f1", by=("condition", "family"))
+    f1 = scores[scores["score"] == "f1"]
+    assert f1["family"].tolist() == ["random", "popular", "adversarial"]
+    assert pope_score(scores)["value"].tolist() == pytest.approx([f1["value"].mean()])
+
+
+def test_intervals_hold_their_value_and_bca_follows_the_skew() -> None:
+    """Few misses: the percentile interval is symmetric in ranks, BCa reaches further down."""
+    table = pd.DataFrame({"condition": "a", "image_id": range(60), "correct": [0.0] * 2 + [1.0] * 58})
+    plain, better = (score_table(table, n_boot=4000, method=method).iloc[0] for method in ("percentile", "bca"))
+    for row in (plain, better):
+        assert row["low"] <= row["value"] <= row["high"]
+    assert better["low"] < plain["low"]
+
+
+def test_errors_name_what_is_missing() -> None:
+    with pytest.raises(DartLabError, match="Did you mean 'accuracy'"):
+        score_table(answers(), "acuracy")
+    with pytest.raises(DartLabError, match="no column 'prediction'"):
+        score_table(answers().drop(columns="prediction"), "f1")
+    with pytest.raises(DartLabError, match="no records"):
+        score_table(answers().iloc[:0])
+    with pytest.raises(DartLabError, match="Did you mean 'all'"):
+        retention(pd.DataFrame({"condition": ["all"], "task": ["a"], "value": [1.0]}), "alll")
+    with pytest.raises(DartLabError, match="scores nothing"):
+        retention(pd.DataFrame({"condition": ["all"], "task": ["a"], "value": [0.0]}), "all")
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the published tables are not beside the repository")
+def test_retention_is_the_papers_average() -> None:
+    """Averages of LLaVA-1.5-7B at 144 tokens (arXiv 2502.11501) come out to the printed decimal."""
+    published = json.loads(SHARED.read_text())
+    whole, kept = published["p2_llava15_7b_vanilla"], published["p2_llava15_7b_keep144"]
+    for method in ("Random", "Pooling", "FastV", "SparseVLM"):
+        rows = [("unpruned", task, value) for task, value in whole.items()]
+        rows += [(method, task, kept[method][task]) for task in whole]
+        table = retention(pd.DataFrame(rows, columns=["condition", "task", "value"]), "unpruned")
+        assert table.set_index("condition").loc[method, "avg_pct"] == pytest.approx(kept[method]["avg_pct"], abs=0.06)
