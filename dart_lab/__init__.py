@@ -15,23 +15,27 @@ from typing import TYPE_CHECKING, Any
 from dart_lab.errors import DartLabError, DartLabWarning, did_you_mean
 
 if TYPE_CHECKING:
+    from dart_lab.probes.attention_mass import AttentionMass as AttentionMass
     from dart_lab.tasks import load_task as load_task
     from dart_lab.testing import check_pruner as check_pruner
     from dart_lab.vlm.images import open_image as open_image
     from dart_lab.vlm.insert import prune as prune
     from dart_lab.vlm.load import load as load
     from dart_lab.vlm.locate import layout as layout
+    from dart_lab.vlm.recording import record as record
     from dart_lab.vlm.select import select as select
 
 __version__ = "0.1.0"
 
 LAZY = {
+    "AttentionMass": "dart_lab.probes.attention_mass",
     "check_pruner": "dart_lab.testing",
     "layout": "dart_lab.vlm.locate",
     "load": "dart_lab.vlm.load",
     "load_task": "dart_lab.tasks",
     "open_image": "dart_lab.vlm.images",
     "prune": "dart_lab.vlm.insert",
+    "record": "dart_lab.vlm.recording",
     "select": "dart_lab.vlm.select",
 }
 

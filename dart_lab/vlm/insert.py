@@ -100,6 +100,12 @@ def active(model: Any, watcher: Any) -> Iterator[None]:
             vars(model).pop(_ACTIVE, None)
 
 
+def current_watcher(model: Any) -> PassWatcher | None:
+    """The watcher that is attached to a model now, or None."""
+    stack = vars(model).get(_ACTIVE)
+    return stack[-1] if stack else None
+
+
 def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> PassWatcher:
     """The hooks for a method: drop once, or, for a method with `rerank`, mask anew at every step."""
     family = adapter_for(model, visual)
@@ -222,4 +228,4 @@ def _members(known: Mapping[str, np.ndarray], hosts: np.ndarray, tokens: int) ->
     return out
 
 
-__all__ = ["DartLabError", "active", "adapter_for", "prune", "record"]
+__all__ = ["DartLabError", "active", "adapter_for", "current_watcher", "prune", "record"]

@@ -43,7 +43,8 @@ class Pass:
     there are none); `attended` `(batch, past + length)` marks real tokens (None: all). `expand`: rows
     of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's
     cache holds after this pass. `number` `(batch, length)`: which of the sample's visual tokens each one is, where some
-    are gone already. `entered`: the input of layers whose input a method asks for.
+    are gone already. `entered`: the input of layers whose input a method asks for. `ids` `(batch, length)`: its token
+    ids, where they are known.
     """
 
     past: int
@@ -61,6 +62,7 @@ class Pass:
     entered: dict[int, Tensor] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
+    ids: Tensor | None = None
 
     @property
     def total(self) -> int:
@@ -188,7 +190,7 @@ class PassWatcher:
         past = self.past(kwargs)
         attended = self.attended(kwargs, past + length)
         visual = self._visual(ids, content, past)
-        self.current = now = Pass(past, length, visual, attended, expand=self._expand)
+        self.current = now = Pass(past, length, visual, attended, expand=self._expand, ids=ids)
         self._expand = 1  # only the pass that follows an expansion has its rows repeated; later ones have no new prompt
         if length == 1 and past:
             self._refuse_right_padding(now)

@@ -26,7 +26,8 @@ class Captured:
 
     `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after
     rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it; without one,
-    `causal` rows see the columns before them.
+    `causal` rows see the columns before them. `attend` runs the same kernel on the same queries and keys with other
+    values: `(batch, kv_heads, keys, head_dim)` → `(batch, queries, heads, head_dim)`.
     """
 
     query: Tensor
@@ -35,6 +36,7 @@ class Captured:
     mask: Tensor | None
     scaling: float
     causal: bool = True
+    attend: Callable[[Tensor], Tensor] | None = None
 
 
 class Tap:
@@ -98,7 +100,13 @@ def _share(module: Any) -> _Shared:
         out = base(module, query, key, value, attention_mask, **kwargs)
         given = kwargs.get("scaling")
         scaling = query.shape[-1] ** -0.5 if given is None else given
-        captured = Captured(query, key, value, attention_mask, scaling, bool(getattr(module, "is_causal", True)))
+        causal = bool(getattr(module, "is_causal", True))
+
+        def attend(values: Tensor) -> Tensor:
+            again: Tensor = base(module, query, key, values, attention_mask, **{**kwargs, "dropout": 0.0})[0]
+            return again
+
+        captured = Captured(query, key, value, attention_mask, scaling, causal, attend)
         for observe in list(shared.observers):
             observe(captured)
         return out
