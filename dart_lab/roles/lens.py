@@ -37,7 +37,13 @@ class Neighbours:
 
 
 def nearest_ids(
-    states: Tensor, table: Tensor, *, k: int = 10, centred: bool = False, rows_at_once: int = 8192
+    states: Tensor,
+    table: Tensor,
+    *,
+    k: int = 10,
+    centred: bool = False,
+    hubness: Tensor | None = None,
+    rows_at_once: int = 8192,
 ) -> Neighbours:
     """Nearest rows of an embedding table by cosine.
 
@@ -47,6 +53,9 @@ def nearest_ids(
         k: how many. Default 10.
         centred: subtract the table's mean row from table and states first, which takes away a direction common to all
             rows. Default False, as in the released code.
+        hubness: `(vocabulary,)` from `table_hubness`: rank by CSLS, cos − hubness / 2 (half of Lample et al. 2018's
+            2 cos − r(token) − r(row), whose r(token) changes no ranking), so that rows which are near to everything
+            lose their lead. `similarity` and `margin` are then in that unit. Default: plain cosines.
         rows_at_once: vocabulary rows whose cosines are in memory together.
 
     Raises:
@@ -66,12 +75,17 @@ def nearest_ids(
         mean = rows.mean(dim=0)
         flat, rows = flat - mean, rows - mean
     flat = torch.nn.functional.normalize(flat, dim=-1)
+    if hubness is not None and hubness.shape != (len(rows),):
+        raise DartLabError(f"hubness has shape {tuple(hubness.shape)}; expected ({len(rows)},), one number a row")
     wanted = min(k + 1, len(rows))
     best = flat.new_empty(len(flat), 0)
     ids = torch.empty(len(flat), 0, dtype=torch.int64, device=flat.device)
     for start in range(0, len(rows), rows_at_once):
         block = torch.nn.functional.normalize(rows[start : start + rows_at_once], dim=-1)
-        best = torch.cat([best, flat @ block.mT], dim=1)
+        cosine = flat @ block.mT
+        if hubness is not None:
+            cosine = cosine - hubness[start : start + len(block)].to(cosine) / 2
+        best = torch.cat([best, cosine], dim=1)
         ids = torch.cat([ids, torch.arange(start, start + len(block), device=ids.device).expand(len(flat), -1)], dim=1)
         order = best.argsort(dim=1, descending=True, stable=True)[:, :wanted]  # ties go to earlier ids
         best, ids = best.gather(1, order), ids.gather(1, order)
@@ -80,3 +94,42 @@ def nearest_ids(
     return Neighbours(
         ids=ids[:, :k].reshape(*shape, k), similarity=best[:, :k].reshape(*shape, k), margin=margin.reshape(shape)
     )
+
+
+def table_hubness(table: Tensor, pool: Tensor, *, k: int = 10, rows_at_once: int = 8192) -> Tensor:
+    """How near each vocabulary row is to a pool of tokens: mean cosine to its `k` nearest ones, `(vocabulary,)`.
+
+    Args:
+        table: `(vocabulary, channels)`.
+        pool: `(n, channels)`, visual tokens of many pictures.
+        k: neighbours. Default 10; fewer if the pool is smaller.
+        rows_at_once: vocabulary rows whose cosines are in memory together.
+
+    Raises:
+        DartLabError: an empty pool, or widths that differ.
+
+    >>> table_hubness(torch.eye(2), torch.tensor([[1.0, 0.0], [2.0, 0.0]]), k=2)
+    tensor([1., 0.])
+    """
+    if not len(pool) or pool.shape[-1] != table.shape[-1]:
+        raise DartLabError(f"the pool has shape {tuple(pool.shape)}; expected (n, {table.shape[-1]}) with n ≥ 1")
+    unit = torch.nn.functional.normalize(pool.float(), dim=-1)
+    parts = []
+    for rows in table.float().split(rows_at_once):
+        cosine = torch.nn.functional.normalize(rows, dim=-1) @ unit.mT
+        parts.append(cosine.topk(min(k, len(unit)), dim=1).values.mean(dim=1))
+    return torch.cat(parts)
+
+
+def ids_covering(ids: Tensor, share: float = 0.9) -> int:
+    """How many different ids it takes to name `share` of the tokens: few of them means hubs, not meanings.
+
+    Args:
+        ids: `(n,)` int64, the nearest id of each token.
+        share: of the tokens. Default 0.9.
+
+    >>> ids_covering(torch.tensor([7, 7, 7, 7, 7, 7, 7, 7, 7, 3]))
+    1
+    """
+    counts = torch.bincount(ids.flatten()).sort(descending=True).values
+    return int((counts.cumsum(dim=0) < share * ids.numel()).sum()) + 1

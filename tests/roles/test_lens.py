@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.lens import nearest_ids
+from dart_lab.roles.lens import ids_covering, nearest_ids, table_hubness
 
 
 def plain(states, table, k):
@@ -72,3 +72,27 @@ def test_k_must_fit_the_vocabulary(k):
 def test_widths_must_agree():
     with pytest.raises(DartLabError, match="4 channels and the table 3"):
         nearest_ids(torch.ones(1, 4), torch.eye(3))
+
+
+def test_csls_equals_its_definition_and_takes_the_lead_from_hubs() -> None:
+    """One row of the table points at everything; after CSLS each token finds its own row."""
+    generator = torch.Generator().manual_seed(0)
+    pool = torch.randn(60, 16, generator=generator) + 2.0
+    table = torch.cat([torch.ones(1, 16) * 2, pool[:20] + 0.5 * torch.randn(20, 16, generator=generator)])
+    hubness = table_hubness(table, pool, k=5, rows_at_once=3)
+    cosine = torch.nn.functional.normalize(pool, dim=1) @ torch.nn.functional.normalize(table, dim=1).mT
+    assert torch.allclose(hubness, cosine.topk(5, dim=0).values.mean(dim=0))
+    near_pool = cosine.topk(5, dim=1).values.mean(dim=1, keepdim=True)
+    csls = 2 * cosine - near_pool - hubness
+    found = nearest_ids(pool, table, k=3, hubness=hubness, rows_at_once=4)
+    assert torch.equal(found.ids, csls.argsort(dim=1, descending=True, stable=True)[:, :3])
+    plain = nearest_ids(pool, table, k=1)
+    assert int((plain.ids == 0).sum()) > int((found.ids[:, 0] == 0).sum())
+    assert ids_covering(plain.ids) < ids_covering(found.ids[:, 0])
+
+
+def test_a_hubness_of_another_table_is_refused() -> None:
+    with pytest.raises(DartLabError, match="one number a row"):
+        nearest_ids(torch.eye(2), torch.eye(2), k=1, hubness=torch.zeros(3))
+    with pytest.raises(DartLabError, match="expected"):
+        table_hubness(torch.eye(2), torch.empty(0, 2))
