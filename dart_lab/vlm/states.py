@@ -1,0 +1,160 @@
+"""`visual_states`: what the visual tokens of a batch look like on their way through an unpruned model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dart_lab.errors import DartLabError
+from dart_lab.vlm import compat
+from dart_lab.vlm.insert import active, adapter_for
+from dart_lab.vlm.layout import VisualTokens
+from dart_lab.vlm.locate import model_of
+from dart_lab.vlm.passes import PassWatcher
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class VisualStates:
+    """One sample's visual tokens.
+
+    Attributes:
+        tokens: where they lie.
+        vision: `(n, vision channels)` what the projector receives; None where the model merges or rearranges patches
+            after its tower, so that features and tokens are not one to one.
+        embeds: `(n, channels)` what enters decoder layer 0.
+        layers: decoder layer → `(n, channels)` its input.
+    """
+
+    tokens: VisualTokens
+    vision: Tensor | None
+    embeds: Tensor
+    layers: dict[int, Tensor]
+
+
+class _Enough(Exception):
+    """Every state that was asked for is there."""
+
+
+def visual_states(
+    model: Any, inputs: Mapping[str, Any], layers: Sequence[int] = (), *, visual: Tensor | None = None
+) -> list[VisualStates]:
+    """States of every visual token, from one unpruned run that stops at the deepest layer asked for.
+
+    Args:
+        model: a supported Hugging Face model object, or a `VLM`.
+        inputs: what the processor returned.
+        layers: decoder layers whose inputs are wanted, besides that of layer 0.
+        visual: as in `prune`.
+
+    Returns:
+        One entry a sample.
+
+    Raises:
+        DartLabError: no visual tokens in the inputs, or a layer that does not exist.
+
+    >>> import dart_lab as dl
+    >>> vlm, sample = dl.load("tiny"), dl.load_task("shapes", n=1, seed=0)[0]
+    >>> found = visual_states(vlm, vlm.prepare([sample.image], [sample.question]), [2])[0]
+    >>> found.embeds.shape == found.layers[2].shape, len(found.tokens)
+    (True, 576)
+    """
+    model = model_of(model)
+    text = compat.text_model(model)
+    depth, wanted = len(text.layers), sorted({0, *layers})
+    if wanted[0] < 0 or wanted[-1] >= depth:
+        raise DartLabError(f"layers={list(layers)}: {type(model).__name__} has decoder layers 0 to {depth - 1}")
+    watcher = PassWatcher(model, adapter_for(model, visual), visual)
+    entered: dict[int, Tensor] = {}
+    features: list[Tensor] = []
+    handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, wanted[-1]), with_kwargs=True)
+               for layer in wanted]  # fmt: skip
+    try:
+        join = compat.projector(model)
+    except DartLabError:
+        join = None
+    if join is not None:
+        handles.append(join.register_forward_pre_hook(lambda module, args: features.append(args[0].detach())))
+    try:
+        with active(model, watcher), torch.no_grad():
+            with suppress(_Enough):
+                model(**{**inputs, "use_cache": False})
+            now = watcher.current
+    finally:
+        for handle in handles:
+            handle.remove()
+    if now is None or now.visual is None:
+        raise DartLabError("the inputs have no visual tokens (a text-only prompt?)")
+    counts = now.visual.sum(dim=1).tolist()
+    vision = _one_to_one(features, counts)
+    out = []
+    for row, sample in enumerate(now.samples):
+        mask = now.visual[row]
+        states = {layer: entered[layer][row][mask.to(entered[layer].device)] for layer in wanted}
+        out.append(
+            VisualStates(
+                tokens=sample.tokens,
+                vision=None if vision is None else vision[row],
+                embeds=states[0],
+                layers={layer: states[layer] for layer in layers},
+            )
+        )
+    return out
+
+
+def text_states(model: Any, token_ids: Sequence[Sequence[int]], layers: Sequence[int]) -> list[Tensor]:
+    """Inputs of decoder layers for texts without a picture: one `(layers, tokens, channels)` float32 a text.
+
+    Each text runs alone, so that no padding is involved.
+
+    Raises:
+        DartLabError: an empty text, or a layer that does not exist.
+    """
+    model = model_of(model)
+    text = compat.text_model(model)
+    depth, wanted = len(text.layers), list(layers)
+    if not wanted or min(wanted) < 0 or max(wanted) >= depth:
+        raise DartLabError(f"layers={wanted}: {type(model).__name__} has decoder layers 0 to {depth - 1}")
+    out = []
+    for ids in token_ids:
+        if not len(ids):
+            raise DartLabError("a text without tokens has no states")
+        entered: dict[int, Tensor] = {}
+        handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, max(wanted)), with_kwargs=True)
+                   for layer in wanted]  # fmt: skip
+        try:
+            with torch.no_grad(), suppress(_Enough):
+                text(inputs_embeds=model.get_input_embeddings()(_row(ids, model)), use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        out.append(torch.stack([entered[layer][0].float() for layer in wanted]))
+    return out
+
+
+def _row(ids: Sequence[int], model: Any) -> Tensor:
+    return torch.tensor([list(ids)], device=model.get_input_embeddings().weight.device)
+
+
+def _note(entered: dict[int, Tensor], layer: int, last: int) -> Callable[..., None]:
+    """A hook that keeps what a layer receives, and stops the run at the last one wanted."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        states: Tensor = args[0] if args else kwargs["hidden_states"]
+        entered[layer] = states.detach()
+        if layer == last:
+            raise _Enough
+
+    return hook
+
+
+def _one_to_one(features: Sequence[Tensor], counts: Sequence[int]) -> list[Tensor] | None:
+    """Features `(pictures, patches, channels)` as one `(n, channels)` a sample, if there is one a visual token."""
+    if not features:
+        return None
+    rows = torch.cat([part.reshape(-1, part.shape[-1]) for part in features])
+    return list(rows.split(list(counts))) if len(rows) == sum(counts) else None
