@@ -119,7 +119,9 @@ class Reduction:
         if self.sizes is not None:
             return self.sizes
         members = self.members().float()
-        return members.sum(dim=2) if before is None else (members @ before.float()[:, :, None])[:, :, 0]
+        if before is None:
+            return members.sum(dim=2)
+        return (members @ before[:, : members.shape[2], None].float())[:, :, 0]
 
     def apply(self, states: Tensor) -> Tensor:
         """Reduce `(batch, n, channels)` → `(batch, m, channels)`; empty slots are 0."""
@@ -192,13 +194,15 @@ def compose(second: Reduction, first: Reduction) -> Reduction:
 
     sequence = through(second.sequence)
     merged = first.merge is not None or second.merge is not None
+    sized = merged or first.sizes is not None or second.sizes is not None
+    inner = second.weights()
     keep = torch.where(sequence == PAD, torch.iinfo(torch.int64).max, sequence).sort(dim=1).values
     return Reduction(
         keep=torch.where(keep == torch.iinfo(torch.int64).max, PAD, keep),
         size=first.size, asked=second.asked, slots=sequence,
         order=None if second.order is None else through(second.order),
-        merge=Merge.from_dense(second.weights() @ first.weights()) if merged else None,
-        sizes=second.slot_sizes(first.slot_sizes()) if merged else None,
+        merge=Merge.from_dense(inner @ first.weights()[:, : inner.shape[2]]) if merged else None,
+        sizes=second.slot_sizes(first.slot_sizes()) if sized else None,
         notes=second.notes,
     )
 
