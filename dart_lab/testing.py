@@ -26,7 +26,7 @@ CHANNELS, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 8  # of the synthetic model
 STATES = ("hidden", "normed", "embeds", "delta")  # (sequence, channels)
 BY_HEAD = ("keys", "values")  # (kv_heads, sequence, head_dim)
 BY_TOKEN = ("received", "sizes", "relevance")  # (sequence,)
-MAPS = ("attention", "attention_ahead")  # (heads, sequence, sequence); also attention@L
+MAPS = ("attention", "attention_logits", "attention_ahead")  # (heads, sequence, sequence); also attention@L
 PADDING_VALUE = 3.0  # what padding holds: it must not matter
 IN_THE_TOWER = ("VIT_BLOCK", "VISION_OUT")
 

@@ -24,6 +24,8 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({
     "fastv": "dart_lab.pruners.fastv:FastV",
     "fastv-vis": "dart_lab.pruners.fastv_vis:FastVVis",
     "feature-downsample": "dart_lab.pruners.feature_downsample:FeatureDownsample",
+    "ficoco-l": "dart_lab.pruners.ficoco_l:FiCoCoL",
+    "ficoco-v": "dart_lab.pruners.ficoco_v:FiCoCoV",
     "hired": "dart_lab.pruners.hired:HiRED",
     "keep-all": "dart_lab.pruners.keep_all:KeepAll",
     "mustdrop": "dart_lab.pruners.mustdrop:MustDrop",

@@ -31,6 +31,7 @@ class Signals:
             `delta` () → `(batch, sequence, channels)`, output minus input of layer K−1;
             `keys`, `values` () → `(batch, kv_heads, sequence, head_dim)` of layer K−1, after rotary embedding;
             `attention` (queries `(batch, q)`) → `(batch, heads, q, sequence)` float32, softmax rows of layer K−1;
+            `attention_logits` (queries) → the same before mask and softmax: scaled products of queries and keys;
             `attention_ahead` (queries) → the same of layer K, computed on the states before it;
             `received` () → `(batch, sequence)` float32, attention received in layer K−1: mean over heads, summed over
             real queries.
@@ -40,8 +41,8 @@ class Signals:
             sequence has no class token; `relevance` () → `(batch, sequence)` is there too if the vision tower has a
             text tower beside it: cosine of each patch and the question in their shared space.
             At `LLM_IN` there is `hidden`, the packed input embeddings.
-            At `VIT_BLOCK(l)`: `hidden` (after attention and its residual), `keys`, `attention`, `received` of block l,
-            and `sizes` () → `(batch, sequence)` float32, patches each token stands for.
+            At `VIT_BLOCK(l)`: `hidden` (after attention and its residual), `keys`, `attention`, `attention_logits`,
+            `received` of block l, and `sizes` () → `(batch, sequence)` float32, patches each token stands for.
         cls: `(batch,)` int64, position of the class token in a vision tower's sequence; None: there is none.
         original: `(batch,)` int64, visual tokens of each sample before any stage; None: as many as there are now.
         grid: `(batch, n, 4)` int64: image, crop, row, column of every visual token (-1: not on a grid); None if
@@ -78,8 +79,8 @@ class Signals:
     ) -> Signals:
         """Build signals from plain tensors, for tests and notebooks.
 
-        `attention`, `attention_ahead` and `attention@L` are whole maps `(batch, heads, sequence, sequence)`; the other
-        names are given as they come out.
+        `attention`, `attention_logits`, `attention_ahead` and `attention@L` are whole maps
+        `(batch, heads, sequence, sequence)`; the other names are given as they come out.
         """
         providers: dict[str, Callable[..., Tensor]] = {}
         for name, tensor in tensors.items():

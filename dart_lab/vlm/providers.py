@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
-from dart_lab.vlm.tap import Captured, attention_rows
+from dart_lab.vlm.tap import Captured, attention_logits, attention_rows
 
 _ROWS_AT_ONCE = 256  # query rows whose attention is held in memory together
 
@@ -52,6 +52,7 @@ def layer_providers(
         "keys": lambda: captured.key[:, :, here],
         "values": lambda: captured.value[:, :, here],
         "attention": lambda queries: attention_rows(captured, queries, before)[..., here],
+        "attention_logits": lambda queries: attention_logits(captured, queries)[..., here],
         "attention_ahead": lambda queries: rows_ahead(text.layers[layer], states, positions(), queries, attended),
         "received": lambda: received(captured, attended, before)[:, here],
     }

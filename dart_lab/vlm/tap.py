@@ -129,17 +129,26 @@ def attention_rows(captured: Captured, queries: Tensor, past: int) -> Tensor:
     Returns:
         `(batch, heads, q, keys)` float32; a row that sees nothing is all 0.
     """
+    index = queries.clamp(min=0)
+    logits = attention_logits(captured, index)
+    blocked = _blocked(captured, index, past)
+    closed = blocked.dtype == torch.bool
+    logits = logits.masked_fill(blocked, float("-inf")) if closed else logits + blocked
+    return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
+
+
+def attention_logits(captured: Captured, queries: Tensor) -> Tensor:
+    """Scaled products of chosen queries and all keys, before mask and softmax.
+
+    `queries` `(batch, q)` int64, negative entries give row 0 → `(batch, heads, q, keys)` float32.
+    """
     query, key = captured.query, captured.key
     batch, heads, _, width = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     index = queries.clamp(min=0)
     rows = torch.gather(query, 2, index[:, None, :, None].expand(-1, heads, -1, width)).float()
     rows = rows.view(batch, kv_heads, heads // kv_heads, index.shape[1], width)
-    logits = (rows @ key.float()[:, :, None].mT).view(batch, heads, index.shape[1], keys) * captured.scaling
-    blocked = _blocked(captured, index, past)
-    closed = blocked.dtype == torch.bool
-    logits = logits.masked_fill(blocked, float("-inf")) if closed else logits + blocked
-    return torch.nan_to_num(torch.softmax(logits, dim=-1), nan=0.0)
+    return (rows @ key.float()[:, :, None].mT).view(batch, heads, index.shape[1], keys) * captured.scaling
 
 
 def _blocked(captured: Captured, index: Tensor, past: int) -> Tensor:

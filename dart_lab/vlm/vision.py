@@ -19,7 +19,7 @@ from dart_lab.pruners.selectors import ascending
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat
 from dart_lab.vlm.providers import received
-from dart_lab.vlm.tap import Captured, Tap, attention_rows
+from dart_lab.vlm.tap import Captured, Tap, attention_logits, attention_rows
 
 CLASS_TOKEN_PLACE = "class_token_place"  # note: which patch's place a kept class token takes; -1: it does not go on
 KINDS = ("VIT_BLOCK", "VISION_OUT", "PROJECTED")
@@ -168,6 +168,7 @@ class VisionReducer:
             "keys": lambda: captured.key,
             "values": lambda: captured.value,
             "attention": lambda queries: attention_rows(captured, queries, 0),
+            "attention_logits": lambda queries: attention_logits(captured, queries),
             "received": lambda: received(captured, attended, 0),
             **{f"attention@{early}": self._rows_of(early) for early in self._early_blocks()},
             **(extra or {}),
@@ -177,13 +178,23 @@ class VisionReducer:
             visual=torch.arange(first, length, device=states.device).expand(crops, -1).where(attended[:, first:], PAD),
             attended=attended,
             cls=cls,
-            grid=self._grid(crops, length, first, states.device),
+            grid=self._grid_now(crops, first, states.device),
             providers=providers,
             original=torch.full((crops,), self.places + self.drops_cls - first, device=states.device),
         )
 
     def _rows_of(self, block: int) -> Callable[[Tensor], Tensor]:
         return lambda queries: attention_rows(self._captured[block], queries, 0)
+
+    def _grid_now(self, crops: int, first: int, device: torch.device) -> Tensor | None:
+        """The same of the tokens that are left, those before `first` left out."""
+        whole = self._grid(crops, self.places + self.drops_cls, 0, device)
+        if whole is None or self._reduction is None:
+            return None if whole is None else whole[:, first:]
+        left = self._reduction.sequence
+        return whole.gather(1, left.clamp(min=0)[:, :, None].expand(-1, -1, 4)).masked_fill(
+            left[:, :, None] == PAD, PAD
+        )[:, first:]
 
     def _grid(self, crops: int, length: int, first: int, device: torch.device) -> Tensor | None:
         """Crop, row and column of every token of an unreduced square tower."""

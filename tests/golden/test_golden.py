@@ -28,6 +28,8 @@ RUNNERS = {  # method → module in this folder with `run(case)`
     "fastervlm": "fastervlm",
     "vispruner": "fastervlm",
     "visionzip": "visionzip",
+    "ficoco_l": "ficoco",
+    "ficoco_v": "ficoco",
     "hired": "hired",
     "tome": "tome",
     "sparsevlm": "sparsevlm",
