@@ -25,7 +25,7 @@ CHANNELS, HEADS, KV_HEADS, HEAD_DIM = 16, 4, 2, 8  # of the synthetic model
 
 STATES = ("hidden", "normed", "embeds", "delta")  # (sequence, channels)
 BY_HEAD = ("keys", "values")  # (kv_heads, sequence, head_dim)
-BY_TOKEN = ("received", "sizes", "relevance")  # (sequence,)
+BY_TOKEN = ("received", "sizes", "relevance", "survives")  # (sequence,)
 MAPS = ("attention", "attention_logits", "attention_ahead")  # (heads, sequence, sequence); also attention@L
 PADDING_VALUE = 3.0  # what padding holds: it must not matter
 IN_THE_TOWER = ("VIT_BLOCK", "VISION_OUT")
@@ -33,19 +33,28 @@ IN_THE_TOWER = ("VIT_BLOCK", "VISION_OUT")
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt to be made up: text, then grids of visual tokens with text between, then the question."""
+    """A prompt to be made up: text, then grids of visual tokens with text between, then the question.
+
+    `crops`: the grids are views of one image, not images; `newlines`: a token off the grid ends each of their rows.
+    """
 
     grids: tuple[tuple[int, int], ...]
     before: int = 3
     between: int = 2
     after: int = 4
     newlines: bool = False
+    crops: bool = False
 
 
 LAYOUTS: tuple[tuple[str, tuple[Sample, ...]], ...] = (
     ("one image", (Sample(((4, 6),)),)),
     ("two images with text between", (Sample(((3, 4), (4, 4))),)),
     ("grid with newline tokens", (Sample(((4, 5),), newlines=True),)),
+    ("a view of the whole and unlike tiles", (
+        Sample(((4, 4), (2, 3), (3, 4)), between=0, newlines=True, crops=True),
+    )),
+    ("frames of a video", (Sample(((2, 4), (2, 4), (2, 4)), between=0),)),
+    ("a grid that is no square", (Sample(((3, 6),)),)),
     ("empty question", (Sample(((4, 4),), after=0),)),
     ("a single visual token", (Sample(((1, 1),)),)),
     ("batch of different sizes, left padded", (
@@ -57,10 +66,11 @@ LAYOUTS: tuple[tuple[str, tuple[Sample, ...]], ...] = (
 def check_pruner(pruner: Pruner | type[Pruner], **parameters: Any) -> None:
     """Hold a pruning method against the contract, on synthetic signals.
 
-    Several layouts (one image, two images, newlines, no question, one token, a padded batch) and budgets are decided
-    and the decisions looked at: kept sets sorted, unique, inside the image, text untouched, budget exact; ties by the
-    lower index; nothing kept between calls, nothing drawn from global generators; a sample decided alone as in a batch;
-    heads interchangeable; only declared signals asked for, and inputs left as they were.
+    Several layouts (one image, two images, newlines, tiles, frames, no question, one token, a padded batch) and budgets
+    are decided and the decisions looked at: kept sets sorted, unique, inside the image, text untouched, budget exact;
+    ties by the lower index; nothing kept between calls, nothing drawn from global generators; a sample decided alone as
+    in a batch; heads interchangeable; only declared signals asked for, and inputs left as they were. A budget that the
+    method's `asked` refuses is passed over.
 
     Args:
         pruner: a method, or its class, which is then built with `parameters`. A method with several stages is checked
@@ -77,15 +87,19 @@ def check_pruner(pruner: Pruner | type[Pruner], **parameters: Any) -> None:
         for part in parts:
             check_pruner(part)
         return
+    tried = False
     for layout, samples in _layouts(method):
         for variant in _variants(method, samples):
             bench = _Bench(variant, layout, tuple(_row(method, sample, i) for i, sample in enumerate(samples)))
             if bench.feasible():
+                tried = True
                 decided = _check_decision(bench)
                 _check_repeats(bench, decided, tuple(_row(method, sample, 100 + i) for i, sample in enumerate(samples)))
                 _check_ties(bench, tuple(_row(method, sample, i, constant=True) for i, sample in enumerate(samples)))
                 _check_batch(bench, decided)
                 _check_heads(bench, decided)
+    if not tried:
+        raise DartLabError(f"{method.name}: refuses every layout and budget; see what calling it on one of them says")
 
 
 def _check_class(method: Pruner) -> None:
@@ -126,7 +140,7 @@ def _variants(method: Pruner, samples: tuple[Sample, ...]) -> Iterator[Pruner]:
         return
     n = min(sum(rows * columns for rows, columns in sample.grids) for sample in samples)
     half = max(1, n // 2)
-    budgets = (half, 0.5, 1.0) if len(samples) > 1 else (1, half, n) if samples == LAYOUTS[0][1] else (half,)
+    budgets = (half, 0.5, 1.0) if len(samples) > 1 else (1, half, n) if samples == LAYOUTS[0][1] else (half, 1.0)
     for keep in budgets:
         yield dataclasses.replace(method, keep=keep)
 
@@ -144,11 +158,12 @@ class _Bench:
         return DartLabError(f"{self.method.name}: {text} (layout: {self.layout}{keep})")
 
     def feasible(self) -> bool:
-        """False where an official budget is refused with a reason: that is the record of why not."""
-        if self.method.budget == "exact":
-            return True
+        """False where a budget is refused with a reason: that is the record of why not."""
+        signals = _signals(self.method, self.rows)
         try:
-            self.method(_signals(self.method, self.rows))
+            self.method.asked(signals)
+            if self.method.budget != "exact":
+                self.method(signals)
         except DartLabError:
             return False
         except Exception as error:
@@ -255,9 +270,10 @@ def _row(method: Pruner, sample: Sample, seed: int, *, constant: bool = False) -
     grid: list[tuple[int, int, int, int]] = []
     position = sample.before
     for image, (rows, columns) in enumerate(sample.grids):
+        view = (0, image) if sample.crops else (image, 0)
         for row in range(rows):
-            cells = [(image, 0, row, column) for column in range(columns)]
-            cells += [(image, 0, -1, -1)] if sample.newlines else []
+            cells = [(*view, row, column) for column in range(columns)]
+            cells += [(*view, -1, -1)] if sample.newlines else []
             visual += range(position, position + len(cells))
             grid += cells
             position += len(cells)

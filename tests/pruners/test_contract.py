@@ -153,6 +153,16 @@ def test_a_fault_is_named_in_one_line(broken: type[Pruner]) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_a_method_that_refuses_every_budget_is_not_passed() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Shy(Sound):
+        def asked(self, signals):
+            raise DartLabError("shy: give me another budget")
+
+    with pytest.raises(DartLabError, match="refuses every layout and budget"):
+        check_pruner(Shy, keep=4)
+
+
 def test_faults_of_the_class_are_named() -> None:
     class NotADataclass(Sound):
         pass
