@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dart_lab.pruners.fastv import FastV
     from dart_lab.pruners.fastv_vis import FastVVis
     from dart_lab.pruners.feature_downsample import FeatureDownsample
+    from dart_lab.pruners.ficoco_l import FiCoCoL
+    from dart_lab.pruners.ficoco_v import FiCoCoV
     from dart_lab.pruners.hired import HiRED
     from dart_lab.pruners.keep_all import KeepAll
     from dart_lab.pruners.mustdrop import MustDrop
@@ -41,9 +43,11 @@ if TYPE_CHECKING:
     from dart_lab.pruners.v2drop import V2Drop
     from dart_lab.pruners.visionzip import VisionZip
     from dart_lab.pruners.vispruner import VisPruner
+    from dart_lab.pruners.vla_pruner import ActionHistory, VLAPruner
     from dart_lab.pruners.windows import Windowed, WindowFastV
 
 _HOME = MappingProxyType({
+    "ActionHistory": "vla_pruner",
     "Alpha": "alpha",
     "BudgetMode": "base",
     "CDPruner": "cdpruner",
@@ -55,6 +59,8 @@ _HOME = MappingProxyType({
     "FastVVis": "fastv_vis",
     "FasterVLM": "fastervlm",
     "FeatureDownsample": "feature_downsample",
+    "FiCoCoL": "ficoco_l",
+    "FiCoCoV": "ficoco_v",
     "HiRED": "hired",
     "KeepAll": "keep_all",
     "ModelShape": "cost",
@@ -80,6 +86,7 @@ _HOME = MappingProxyType({
     "Union": "combine",
     "Uniqueness": "uniqueness",
     "V2Drop": "v2drop",
+    "VLAPruner": "vla_pruner",
     "VisPruner": "vispruner",
     "VisionZip": "visionzip",
     "WindowFastV": "windows",

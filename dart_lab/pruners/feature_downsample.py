@@ -32,8 +32,7 @@ class FeatureDownsample(Pruner):
         filter: "area" (default: mean of the covered patches, windows overlap where sizes do not divide), "bilinear"
             (triangle filter as wide as the step, as in resizing pictures) or "nearest-exact".
 
-    This is not the down-sampling of pixels that some papers report: there the vision tower itself sees fewer patches.
-    That needs the picture, a processor told the smaller size and interpolated position embeddings, not a `Pruner`.
+    This is not the down-sampling of pixels that some papers report: for that, see `dart_lab.tasks.coarse`.
 
     Raises `DartLabError` for a number that is no product of two sides, and where the grid is unknown.
 

@@ -42,6 +42,7 @@ BUILT_IN: Mapping[str, str] = MappingProxyType({
     "v2drop": "dart_lab.pruners.v2drop:V2Drop",
     "visionzip": "dart_lab.pruners.visionzip:VisionZip",
     "vispruner": "dart_lab.pruners.vispruner:VisPruner",
+    "vla-pruner": "dart_lab.pruners.vla_pruner:VLAPruner",
     "window-fastv": "dart_lab.pruners.windows:WindowFastV",
 })
 
