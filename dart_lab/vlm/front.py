@@ -24,7 +24,7 @@ from dart_lab.vlm.cuts import Cut, gather_along, make_cut
 from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.passes import Held, Pass
 from dart_lab.vlm.run import Sample
-from dart_lab.vlm.vision import CLASS_TOKEN_PLACE, KINDS, VisionReducer
+from dart_lab.vlm.vision import CLASS_TOKEN_PLACE, KINDS, VisionReducer, joined_merge
 
 FRONT_KINDS = (*KINDS, "LLM_IN")
 Note = Callable[[Pruner, Reduction, "list[Sample]", Tensor], None]
@@ -215,7 +215,8 @@ class FrontDropper(Dropper):
             moved = [[place[r] + i * per_crop * (place[r] >= 0) for i, r in enumerate(row)] for row in rows]
             hosts = [torch.stack(row) if row else none for row in moved]
             notes[CLASS_TOKEN_PLACE] = torch.nn.utils.rnn.pad_sequence(hosts, batch_first=True, padding_value=PAD)
-        return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence, notes=notes)
+        merge = joined_merge(crops, rows, per_crop)
+        return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence, merge=merge, notes=notes)
 
     def continue_prompt(self, now: Pass) -> None:
         """Left to `_shorten_inputs`, which knows the short pass."""

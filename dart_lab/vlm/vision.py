@@ -7,6 +7,7 @@ the slots; the other places are dropped in front of the language model (`front.p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -292,3 +293,26 @@ class VisionReducer:
             merge=None if reduction.merge is None else Merge.from_dense(reduction.weights()[:, first:, 1:]),
             notes={**reduction.notes, CLASS_TOKEN_PLACE: host},
         )
+
+
+def joined_merge(crops: Reduction, rows: Sequence[Sequence[int]], per_crop: int) -> Merge | None:
+    """What the crops of every sample are made of, in the sample's own numbering; None if they only drop.
+
+    `rows`: the crops of each sample; `per_crop`: tokens that each crop had.
+    """
+    if crops.merge is None:
+        return None
+    merge, counts = crops.merge, crops.counts.tolist()
+    columns: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+    for row in rows:
+        first = list(accumulate((counts[crop] for crop in row), initial=0))
+        slots = [merge.slot[c].where(merge.slot[c] == PAD, merge.slot[c] + first[i]) for i, c in enumerate(row)]
+        sources = [merge.source[c] + i * per_crop for i, c in enumerate(row)]
+        parts = (slots, sources, [merge.weight[c] for c in row])
+        for column, part, like in zip(columns, parts, (merge.slot, merge.source, merge.weight), strict=True):
+            column.append(torch.cat([like.new_empty(0), *part]))
+    slot, source, weight = (
+        torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=empty)
+        for column, empty in zip(columns, (PAD, 0, 0), strict=True)
+    )
+    return Merge(slot=slot, source=source, weight=weight)
