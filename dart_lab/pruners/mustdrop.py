@@ -98,6 +98,7 @@ class MustDropWindows(Pruner):
 
     name: ClassVar[str] = "mustdrop-windows"
     needs: ClassVar[frozenset[str]] = frozenset({"hidden"})
+    positions: ClassVar[Literal["compact"]] = "compact"
 
     similarity: float = 0.8
     window: int = 3
