@@ -107,7 +107,7 @@ def _row(name: str) -> tuple[str, ...]:
     return (
         f"`{name}` ({type(method).__name__})", acts(parts), ", ".join(needs) or "none",
         _attention(method, seen), "merges" if any(part.merges for part in seen) else "drops",
-        parts[-1].positions, method.paper or "–", original.licence, ", ".join(original.golden) or "–",
+        method.positions, method.paper or "–", original.licence, ", ".join(original.golden) or "–",
     )
 
 
