@@ -13,7 +13,8 @@ import pandas as pd
 
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.files import check_writable, write_files
-from dart_lab.probes.trace import facts_json, load_trace, trace_bytes
+from dart_lab.probes.tables import facts_json, load_table, table_bytes
+from dart_lab.probes.trace import load_trace, trace_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -56,7 +57,7 @@ class FigureData:
     """What a figure is drawn from.
 
     Attributes:
-        table: a trace, one row a visual token (see `dart_lab.probes.trace`).
+        table: a trace, one row a visual token (see `dart_lab.probes.trace`), or what else the figure records.
         facts: provenance and every number of the picture, as plain JSON values; no times, no paths of output.
     """
 
@@ -74,6 +75,7 @@ class FigureSpec:
         compute: options and whether to show progress → data. Checks the options before it loads anything.
         draw: table and facts → a matplotlib figure; needs no model.
         lines: facts → the lines printed when the figure is made. Default none.
+        trace: the table is a trace, one row a visual token. Default True; False: any table.
     """
 
     name: str
@@ -81,6 +83,7 @@ class FigureSpec:
     compute: Callable[[FigureOptions, bool], FigureData]
     draw: Callable[[pd.DataFrame, Mapping[str, Any]], Figure]
     lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
+    trace: bool = True
 
 
 def figure_names() -> list[str]:
@@ -129,7 +132,7 @@ def run_figure(
         shown = sys.stderr.isatty() if options.progress is None else options.progress
         data = spec.compute(options, shown)
     else:
-        table, facts = load_trace(from_file)
+        table, facts = (load_trace if spec.trace else load_table)(from_file)
         if facts.get("figure") != name:
             raise DartLabError(f"{from_file} holds figure {facts.get('figure')!r}, not {name!r}; name that figure")
         data = FigureData(table, facts)
@@ -147,7 +150,7 @@ def figure_files(spec: FigureSpec, data: FigureData, out: Path) -> dict[Path, by
     with house_style():
         figure = spec.draw(data.table, facts)
     return {
-        out / f"{spec.name}.parquet": trace_bytes(data.table, facts),
+        out / f"{spec.name}.parquet": (trace_bytes if spec.trace else table_bytes)(data.table, facts),
         out / f"{spec.name}.json": (facts_json(facts, indent=1) + "\n").encode(),
         out / f"{spec.name}.png": png_bytes(figure),
         out / f"{spec.name}.pdf": pdf_bytes(figure),

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.files import write_files
+from dart_lab.probes.tables import facts_json as facts_json
+from dart_lab.probes.tables import load_table, parquet_bytes
 
-_FACTS = b"dart_lab"
 _LABEL = pa.dictionary(pa.int16(), pa.string())
 
 #: Columns every trace has, in the order of the file.
@@ -70,18 +68,7 @@ def trace_bytes(table: pd.DataFrame, facts: Mapping[str, Any]) -> bytes:
     check_trace(table)
     types = {name: kind for name, kind in (REQUIRED | OPTIONAL).items() if name in table.columns}
     columns = [_column(table[name], kind) for name, kind in types.items()]
-    schema = pa.schema(list(types.items()), metadata={_FACTS: facts_json(facts).encode()})
-    buffer = io.BytesIO()
-    pq.write_table(pa.Table.from_arrays(columns, schema=schema), buffer, compression="zstd")
-    return buffer.getvalue()
-
-
-def facts_json(facts: Mapping[str, Any], indent: int | None = None) -> str:
-    """Facts as JSON, keys in their own order; NaN is refused, for JSON has none."""
-    try:
-        return json.dumps(facts, ensure_ascii=False, allow_nan=False, indent=indent)
-    except (TypeError, ValueError) as error:
-        raise DartLabError(f"the facts of a trace must be plain JSON values: {error}") from error
+    return parquet_bytes(pa.Table.from_arrays(columns, schema=pa.schema(list(types.items()))), facts)
 
 
 def save_trace(table: pd.DataFrame, path: str | Path, facts: Mapping[str, Any] | None = None) -> Path:
@@ -114,15 +101,9 @@ def load_trace(path: str | Path) -> tuple[pd.DataFrame, dict[str, Any]]:
     Raises:
         DartLabError: no such file, not Parquet, or not a trace.
     """
-    try:
-        table = pq.read_table(Path(path))
-    except FileNotFoundError as error:
-        raise DartLabError(f"{path}: no such file; give the Parquet file of an earlier run") from error
-    except (OSError, pa.ArrowInvalid) as error:
-        raise DartLabError(f"{path} is no readable Parquet file; give the .parquet file of an earlier run") from error
-    frame = table.to_pandas()
+    frame, facts = load_table(path)
     check_trace(frame)
-    return frame, json.loads((table.schema.metadata or {}).get(_FACTS, b"{}"))
+    return frame, facts
 
 
 def _column(values: pd.Series, kind: pa.DataType) -> pa.Array:

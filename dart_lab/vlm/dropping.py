@@ -58,9 +58,10 @@ class Dropper(PassWatcher):
         self._received: dict[int, Tensor] = {}
         depth = len(self.text.layers)
         acting = [*self.stages, *(part.stage.layer for part in self._cache)]
-        if any(not 1 <= layer < depth for layer in acting):
+        outside = [layer for layer in acting if not 1 <= layer < depth]
+        if outside:
             raise DartLabError(
-                f"layer={max(acting)}, but {type(model).__name__} has {depth} decoder layers; give 1 to {depth - 1}"
+                f"layer={outside[0]}, but {type(model).__name__} has {depth} decoder layers; give 1 to {depth - 1}"
             )
         self._first = min(acting, default=depth)
         compat.refuse_unsafe_layers(model, self._first if acting else 0)

@@ -74,6 +74,15 @@ class Sample:
                 made_of[decision.kept] = merged
         return made_of[self.kept]
 
+    def layer_counts(self, depth: int) -> list[int]:
+        """Visual tokens that each of `depth` decoder layers processes in the prompt; a kept class token counts."""
+        cuts = {d.layer if d.stage == "LLM_LAYER" else 0: d.got for d in self.prompt_decisions}
+        out, now = [], len(self.tokens)
+        for layer in range(depth):
+            now = cuts.get(layer, now)
+            out.append(now)
+        return out
+
     @property
     def prompt_decisions(self) -> list[Decision]:
         """One decision a stage; without the later ones of a method that ranks anew at each decode step."""

@@ -143,6 +143,19 @@ class VLM:
             },
         }
 
+    @property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return len(compat.text_model(self.model).layers)
+
+    @property
+    def feature_blocks(self) -> int | None:
+        """Vision blocks that the features pass through; None where they come from several or cannot be told."""
+        tower, feature = compat.vision_tower(self.model), getattr(self.model.config, "vision_feature_layer", None)
+        if tower is None or not isinstance(feature, int):
+            return None
+        return len(compat.vision_blocks(tower)) + feature + 1 if feature < 0 else feature
+
     @cached_property
     def weights_sha256(self) -> str | None:
         """SHA-256 of the weights file; of the sorted list of their hashes where there are several; None if unknown."""

@@ -1,0 +1,221 @@
+"""`dart-lab figure method-table`: every method at several budgets, by family of question, against chance and floors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec
+from dart_lab.displays.method_table import draw_method_table
+from dart_lab.errors import DartLabError
+from dart_lab.pruners.base import Pruner
+from dart_lab.pruners.fitting import BUDGETLESS, Depth, fit
+from dart_lab.pruners.registry import pruner_names
+from dart_lab.studies.answering import answer_all
+from dart_lab.studies.comparison import differences
+from dart_lab.studies.scores import score_table
+from dart_lab.tasks.base import Sample
+from dart_lab.tasks.coarse import coarse
+
+KEEP = (192, 128, 64)
+SAMPLES = 140
+DATA = "shapes"
+UNPRUNED, NONE_KEPT, BLIND, RANDOM = "unpruned", "none kept", "blind floor", "random"
+COARSE = "coarse picture"  # all tokens, of a picture with as many pixels as `keep` of them show
+BLIND_SHIFT = 1_000_003  # seed of the pictures on which the blind floor learns its answers, away from the task's own
+OVERALL = "all"
+_ENDS = ("value", "low", "high")
+
+
+def compute(options: FigureOptions, progress: bool) -> FigureData:
+    """Answer every question under every method and budget.
+
+    Args:
+        options: `methods` default to all that are registered, `keep` to 192, 128 and 64, `n` to 140 questions.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        DartLabError: an unknown method, model or task; fewer than two samples; ratios in place of whole numbers.
+    """
+    from dart_lab.tasks import load_task
+    from dart_lab.vlm.load import check_model_name, load
+
+    options = dataclasses.replace(
+        options, keep=options.keep or KEEP, n=options.n or SAMPLES, data=options.data or DATA,
+        methods=options.methods or tuple(name for name in pruner_names() if name not in BUDGETLESS),
+    )  # fmt: skip
+    budgets = [int(keep) for keep in options.keep or () if isinstance(keep, int)]
+    if len(budgets) != len(options.keep or ()) or (options.n or 0) < 2:
+        raise DartLabError("method-table needs whole numbers of visual tokens for keep, and two questions at least")
+    check_model_name(options.model)
+    task = load_task(options.data or DATA, n=options.n, seed=options.seed)
+    vlm = load(options.model)
+    tokens = visual_tokens(vlm, task[0])
+    depth = Depth(layers=vlm.depth, blocks=vlm.feature_blocks, visual=tokens)
+    none = fit("none-kept", keep=0, depth=depth, layer=options.layer)
+    conditions: dict[str, Pruner | None] = {UNPRUNED: None, NONE_KEPT: none}
+    refused: dict[str, str] = {}
+    for name in dict.fromkeys((RANDOM, *(options.methods or ()))):
+        for keep in budgets:
+            label = f"{name}@{keep}"
+            try:
+                conditions[label] = tried(
+                    vlm, task[0], fit(name, keep=keep, depth=depth, layer=options.layer, seed=options.seed)
+                )
+            except DartLabError as error:
+                refused[label] = str(error)
+    records = answer_all(vlm, task, conditions, batch_size=options.batch_size, progress=progress)
+    shrunk = [
+        answer_all(vlm, coarse(task, share=keep / tokens), {f"{COARSE}@{keep}": None}, batch_size=options.batch_size)
+        for keep in budgets
+    ]
+    learnt = task
+    if task.name == DATA:
+        learnt = load_task(DATA, n=2 * len(task), seed=options.seed + BLIND_SHIFT)
+    records = pd.concat([blind_records(task, learnt), records, *shrunk], ignore_index=True)
+    facts = {
+        "command": f"dart-lab figure method-table --model {options.model} --data {options.data} "
+        f"--methods {','.join(options.methods or ())} --keep {','.join(map(str, budgets))} --layer {options.layer} "
+        f"--n {options.n} --seed {options.seed}",
+        "model": options.model, "data": task.name, "n": len(task), "layer": options.layer, "seed": options.seed,
+        "visual": tokens, "provenance": vlm.provenance(), "task": task.provenance(),
+        "budgets": budgets, "refused": refused,
+        **measure(records, seed=options.seed),
+    }  # fmt: skip
+    return FigureData(records, facts)
+
+
+def tried(vlm: Any, sample: Sample, pruner: Pruner) -> Pruner:
+    """The method, if the model can run under it. Raises its `DartLabError` otherwise."""
+    answer_all(vlm, [sample], {pruner.name: pruner}, max_new_tokens=1)
+    return pruner
+
+
+def visual_tokens(vlm: Any, sample: Sample) -> int:
+    """Visual tokens of one picture."""
+    from dart_lab.vlm.locate import layout
+
+    return len(layout(vlm, vlm.prepare([sample.image], [sample.question])).samples[0])
+
+
+def blind_records(samples: Sequence[Sample], learnt: Sequence[Sample]) -> pd.DataFrame:
+    """Answers without a picture: for each question the most frequent answer to its words on other pictures.
+
+    A question that did not occur there gets the most frequent answer of its family; of answers as frequent, the first
+    in the alphabet.
+    """
+    by_question: dict[str, Counter[str]] = {}
+    by_family: dict[str, Counter[str]] = {}
+    own = {sample.image_id for sample in samples}
+    for sample in learnt:
+        if sample.image_id not in own:
+            by_question.setdefault(sample.question, Counter())[sample.answer] += 1
+            by_family.setdefault(sample.family, Counter())[sample.answer] += 1
+    rows = []
+    for sample in samples:
+        seen = by_question.get(sample.question) or by_family.get(sample.family) or Counter({"": 1})
+        guess = min(seen, key=lambda answer: (-seen[answer], answer))
+        rows.append(
+            {
+                "condition": BLIND, "sample": sample.id, "image_id": sample.image_id or sample.id,
+                "family": sample.family, "prediction": guess, "answer": sample.answer,
+                "correct": float(guess == sample.answer), "visual": 0, "asked": 0, "got": 0,
+                "processed": 0.0, "output": 0.0,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm: int = 1999) -> dict[str, Any]:
+    """All numbers of the table from the records of `answer_all`.
+
+    Args:
+        records: with conditions named `method@keep`, "unpruned", "none kept" and "blind floor".
+        seed: of bootstrap and permutations.
+        n_boot: resamples of pictures. Default 1000.
+        n_perm: permutations of the paired test. Default 1999.
+
+    Returns:
+        `families`, `rows`: one entry a condition, with `method`, `keep`, `accuracy` (family → value, low, high; "all"
+        is the mean over questions), `asked`, `got`, `processed`, `output`, and where Random has the same budget
+        `minus_random` (value, low, high, p, p_holm) and `below_random`: the interval lies below 0; `above_none`: the
+        interval of the difference to "none kept" lies above 0.
+    """
+    overall = score_table(records, seed=seed, n_boot=n_boot).set_index("condition")
+    by_family = score_table(records, by=("condition", "family"), seed=seed, n_boot=n_boot)
+    means = records.groupby("condition", sort=False)[["asked", "got", "processed", "output"]].mean()
+    rows = []
+    for condition in overall.index:
+        method, _, keep = condition.partition("@")
+        own = by_family[by_family["condition"] == condition]
+        accuracy = {OVERALL: _interval(overall.loc[condition])}
+        accuracy |= {row["family"]: _interval(row) for _, row in own.iterrows()}
+        rows.append(
+            {
+                "condition": condition, "method": method, "keep": int(keep) if keep else None, "accuracy": accuracy,
+                **{name: float(value) for name, value in means.loc[condition].items()},
+            }
+        )  # fmt: skip
+    found = {row["condition"]: row for row in rows}
+    for keep in sorted({row["keep"] for row in rows if row["keep"] is not None}):
+        same = [row["condition"] for row in rows if row["keep"] == keep]
+        if f"{RANDOM}@{keep}" in same and len(same) > 1:
+            gaps = differences(
+                records[records["condition"].isin(same)], f"{RANDOM}@{keep}", seed=seed, n_boot=n_boot, n_perm=n_perm
+            )
+            for _, gap in gaps.iterrows():
+                found[gap["condition"]]["minus_random"] = {
+                    **_interval(gap), "p": float(gap["p"]), "p_holm": float(gap["p_holm"])
+                }  # fmt: skip
+                found[gap["condition"]]["below_random"] = bool(gap["high"] < 0)
+    if NONE_KEPT in found:
+        rest = records[~records["condition"].isin([BLIND])]
+        for _, gap in differences(rest, NONE_KEPT, seed=seed, n_boot=n_boot, n_perm=1).iterrows():
+            found[gap["condition"]]["above_none"] = bool(gap["low"] > 0)
+    families = list(dict.fromkeys(records["family"]))
+    return {"families": families, "images": int(records["image_id"].nunique()), "rows": rows}
+
+
+def lines(facts: Mapping[str, Any]) -> list[str]:
+    """The table in Markdown, one row a condition, percent."""
+    families = [OVERALL, *facts["families"]]
+    head = ["method", "keep", "got", "layer mean", "output mean", *families, "minus random", ""]
+    out = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for row in facts["rows"]:
+        cells = [row["method"], "" if row["keep"] is None else str(row["keep"]), f"{row['got']:.0f}"]
+        cells += [f"{row['processed']:.0f}", f"{row['output']:.0f}"]
+        cells += [_percent(row["accuracy"].get(family)) for family in families]
+        gap = row.get("minus_random")
+        cells.append("" if gap is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * gap[end] for end in _ENDS)))
+        notes = ["below Random"] if row.get("below_random") else []
+        notes += ["not above none kept"] if row.get("above_none") is False else []
+        out.append("| " + " | ".join([*cells, "; ".join(notes)]) + " |")
+    out += [f"{label}: {why}" for label, why in facts["refused"].items()]
+    below = [row["condition"] for row in facts["rows"] if row.get("below_random")]
+    return [*out, f"below Random (95 % interval of the paired difference): {', '.join(below) or 'none'}"]
+
+
+def _interval(row: Any) -> dict[str, float]:
+    return {name: float(row[name]) for name in _ENDS}
+
+
+def _percent(stat: Mapping[str, float] | None) -> str:
+    return "" if stat is None else f"{100 * stat['value']:.0f}"
+
+
+def _draw(table: pd.DataFrame, facts: Mapping[str, Any]) -> Any:
+    return draw_method_table(facts)
+
+
+FIGURE = FigureSpec(
+    name="method-table",
+    summary="every method at several budgets: accuracy by family, floors, difference to Random",
+    compute=compute,
+    draw=_draw,
+    lines=lines,
+    trace=False,
+)
