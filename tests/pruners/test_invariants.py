@@ -38,7 +38,7 @@ Where a property does not hold for a method, `EXCEPT` says why. All invariants, 
 * A11 the lemma, and where it fails:
   test_dart.py::test_lemma_holds_where_norms_are_equal, test_dart.py::test_lemma_fails_for_unequal_norms
 * B1 two reductions are one:
-  test_compose.py::test_applying_both_is_applying_one_after_the_other
+  test_compose.py::test_applying_both_is_applying_one_after_the_other, vlm/test_stage_cuts.py::test_two_cuts_are_one
 * B3 rows of attention:
   vlm/test_stage_signals.py::test_rows_are_those_of_eager_attention
 * B4 column sums:
@@ -83,7 +83,8 @@ Where a property does not hold for a method, `EXCEPT` says why. All invariants, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -92,7 +93,7 @@ import pytest
 import torch
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners import Pruner
+from dart_lab.pruners import Pruner, ScorePruner, Then, Union, Windowed
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.testing import check_pruner
 from tests.pruners.layouts import LAYOUTS, asked_otherwise, made, methods, only, parts, permuted
@@ -222,6 +223,24 @@ def test_a_number_without_a_grid_is_refused_in_one_line() -> None:
         batch = made(methods()["feature-downsample"], LAYOUTS["a square"])
         replace(methods()["feature-downsample"], keep=5)(batch.signals())
     assert "\n" not in str(fault.value)
+
+
+@every_part
+def test_inside_wrappers(key: str) -> None:
+    """Wrappers hold the contract around any method, or say what it lacks: a score, or that it only drops."""
+    part = parts()[key]
+    if part.keep is None:
+        return
+    half = replace(part, keep=0.5)
+    merges = half(made(part, LAYOUTS["a square"]).signals()).merge is not None
+    wraps: dict[str, tuple[Callable[[], Pruner], bool]] = {
+        "gives no score": (lambda: Windowed(half), not isinstance(half, ScorePruner)),
+        "must only drop|no height": (lambda: Then(replace(half, keep=0.75), half), merges),
+        "must only drop": (lambda: Union(half, replace(half, keep=0.25)), merges),
+    }
+    for words, (wrap, refused) in wraps.items():
+        with pytest.raises(DartLabError, match=words) if refused else nullcontext():
+            check_pruner(wrap())
 
 
 # ---- symmetries

@@ -12,6 +12,7 @@ from torch import Tensor
 from dart_lab.pruners import ElasticCache, Pruner, ScorePruner, Signals
 from dart_lab.pruners.base import PositionPolicy, Stage
 from dart_lab.pruners.reduction import Merge, Reduction, mask_to_rows
+from dart_lab.pruners.staged import Staged
 from dart_lab.vlm.insert import prune
 from tests.vlm.by_hand import Decoder, input_embeddings
 from tests.vlm.common import IMAGE, ONE, THREE, alone, batch, small_llava
@@ -86,6 +87,32 @@ def test_merging_between_two_layers(method: type[Known], layer: int, images: tup
             logits.append(decoder.last(model, decoder.run(state, torch.tensor([at + step]), after)))
         for ours, theirs in zip(steps.logits, logits, strict=True):
             torch.testing.assert_close(ours[row], theirs, atol=2e-5, rtol=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownTwice(Staged):
+    """Sixteen tokens become four, and four one."""
+
+    name: ClassVar[str] = "known-twice"
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def _needs_keep(self) -> bool:
+        return False
+
+    def parts(self) -> tuple[Pruner, ...]:
+        return (Known(layer=1), KnownCompact(layer=3))
+
+
+@torch.no_grad()
+def test_patches_behind_tokens_that_were_merged_twice() -> None:
+    model, inputs = small_llava(), batch(THREE)
+    with prune(model, KnownTwice()) as run:
+        model(**inputs)
+    for sample in run.samples:
+        n = len(sample.tokens)
+        through = known_weights(n // 4) @ known_weights(n)
+        assert sample.patches().tolist() == (through != 0).tolist()
+        assert sample.kept.tolist() == list(range(15, n, 16))
 
 
 @pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
