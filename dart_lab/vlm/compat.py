@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dart_lab.errors import DartLabError
@@ -19,6 +20,28 @@ _CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
 def cache_of(kwargs: Mapping[str, Any]) -> Any | None:
     """The KV cache among a layer's keyword arguments, whatever its name in this release."""
     return next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which a model or a decoder layer takes its KV cache in this release."""
+    taken = inspect.signature(type(module).forward).parameters
+    return next((name for name in _CACHE_NAMES if name in taken), _CACHE_NAMES[1])
+
+
+def with_positions(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs with the positions that `generate` gives a left-padded prompt: counted from each row's first real token.
+
+    A model that works out its own positions from grids (M-RoPE) is left to do so.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None or "position_ids" in inputs or hasattr(getattr(model, "model", model), "get_rope_index"):
+        return dict(inputs)
+    return {**inputs, "position_ids": (mask.long().cumsum(dim=-1) - 1).clamp(min=0)}
+
+
+def new_cache() -> Any:
+    """An empty KV cache that grows layer by layer."""
+    return DynamicCache()
 
 
 def cached_length(kwargs: Mapping[str, Any]) -> int:

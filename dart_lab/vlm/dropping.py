@@ -63,7 +63,7 @@ class Dropper(PassWatcher):
             raise DartLabError(
                 f"layer={outside[0]}, but {type(model).__name__} has {depth} decoder layers; give 1 to {depth - 1}"
             )
-        self._first = min(acting, default=depth)
+        self._first, self._restore = min(acting, default=depth), True
         compat.refuse_unsafe_layers(model, self._first if acting else 0)
         tapped = {stage - 1 for stage in self.stages}
         self._summed = {
@@ -185,7 +185,7 @@ class Dropper(PassWatcher):
             if layer is not None:
                 held = now.held[index]
                 ragged.remember(layer, held.columns, now.total, held.hollow, held.later_shift)
-            if not last:
+            if not last or not self._restore:
                 return None
             if isinstance(output, tuple):
                 return (cut.scatter(output[0], now.length), *output[1:])
