@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from dart_lab.pruners.base import Pruner
+from dart_lab.studies.branch import Branch, branch
 from dart_lab.tasks.base import Sample
 from dart_lab.tasks.scoring import is_right
 
@@ -20,6 +20,8 @@ def answer_all(
     *,
     batch_size: int = 8,
     max_new_tokens: int = 16,
+    share: bool = True,
+    memory: int | None = None,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Ask every question under every condition, greedily.
@@ -30,6 +32,7 @@ def answer_all(
         conditions: name → method; None: nothing is pruned.
         batch_size: samples in one pass.
         max_new_tokens: length at which an answer is cut.
+        share, memory: as in `branch`.
         progress: show a progress bar on stderr.
 
     Returns:
@@ -42,45 +45,33 @@ def answer_all(
     """
     from tqdm import tqdm
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     starts = range(0, len(samples), batch_size)
     for start in tqdm(starts, desc="questions", unit="batch", disable=not progress):
         batch = samples[start : start + batch_size]
         inputs = vlm.prepare([sample.image for sample in batch], [sample.question for sample in batch])
-        for name, pruner in conditions.items():
-            rows += _rows(vlm, batch, inputs, name, pruner, max_new_tokens)
+        found = branch(
+            vlm, inputs, list(conditions.values()), max_new_tokens=max_new_tokens, share=share, memory=memory
+        )
+        for name, one in zip(conditions, found, strict=True):
+            rows += _rows(batch, name, one, vlm.words(one.tokens), vlm.depth)
     return pd.DataFrame(rows)
 
 
-def _rows(
-    vlm: Any, batch: Sequence[Sample], inputs: Any, name: str, pruner: Pruner | None, max_new_tokens: int
-) -> list[dict[str, Any]]:
-    from dart_lab.vlm.insert import prune
-    from dart_lab.vlm.locate import layout
-
-    depth = vlm.depth
-    counts = [len(tokens) for tokens in layout(vlm, inputs).samples]
-    with nullcontext() if pruner is None else prune(vlm, pruner) as run:
-        given = vlm.answers(inputs, max_new_tokens=max_new_tokens)
-    out = []
-    for number, (sample, text) in enumerate(zip(batch, given, strict=True)):
-        own = None if run is None else run.samples[number]
-        visual = counts[number]
-        layers = [visual] * depth if own is None else own.layer_counts(depth)
-        out.append(
-            {
-                "condition": name,
-                "sample": sample.id,
-                "image_id": sample.image_id or sample.id,
-                "family": sample.family,
-                "prediction": text,
-                "answer": sample.answer,
-                "correct": float(is_right(text, sample.answer)),
-                "visual": visual,
-                "asked": visual if run is None else run.asked[number],
-                "got": visual if run is None else run.got[number],
-                "processed": sum(layers) / depth,
-                "output": sum([*layers[1:], layers[-1]]) / depth,
-            }
-        )
-    return out
+def _rows(batch: Sequence[Sample], name: str, one: Branch, texts: list[str], depth: int) -> Iterator[dict[str, Any]]:
+    for number, (sample, text) in enumerate(zip(batch, texts, strict=True)):
+        layers = one.run.samples[number].layer_counts(depth)
+        yield {
+            "condition": name,
+            "sample": sample.id,
+            "image_id": sample.image_id or sample.id,
+            "family": sample.family,
+            "prediction": text,
+            "answer": sample.answer,
+            "correct": float(is_right(text, sample.answer)),
+            "visual": len(one.run.samples[number].tokens),
+            "asked": one.run.asked[number],
+            "got": one.run.got[number],
+            "processed": sum(layers) / depth,
+            "output": sum([*layers[1:], layers[-1]]) / depth,
+        }

@@ -15,6 +15,7 @@ from dart_lab.vlm.branching import Trunk, branch_rows, end_tokens, grow, pad_tok
 from dart_lab.vlm.insert import adapter_for, check_method, prune
 from dart_lab.vlm.locate import layout, model_of
 from dart_lab.vlm.run import Run, Sample
+from dart_lab.vlm.vlm import check_left_padding
 
 MEMORY = 1 << 30  # bytes that the caches of conditions which run together may take
 
@@ -68,7 +69,7 @@ def branch(
         One `Branch` a condition, in the same order.
 
     Raises:
-        DartLabError: no conditions, no visual tokens, a budget of memory that is not above 0, or as `prune`.
+        DartLabError: no conditions, no visual tokens, right padding, a memory that is not above 0, or as `prune`.
 
     >>> import dart_lab as dl
     >>> vlm, sample = dl.load("tiny"), dl.load_task("shapes", n=1, seed=0)[0]
@@ -84,6 +85,7 @@ def branch(
     for pruner in pruners:
         if pruner is not None:
             check_method(pruner)
+    check_left_padding(inputs)
     model = model_of(model)
     reasons = {i: "sharing is switched off" if not share else unshared(model, p) for i, p in enumerate(pruners)}
     out: dict[int, Branch] = {

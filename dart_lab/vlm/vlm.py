@@ -112,8 +112,11 @@ class VLM:
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False,
                 pad_token_id=self.processor.tokenizer.pad_token_id,
             )
-        new = out[:, inputs["input_ids"].shape[1] :]
-        return [text.strip() for text in self.processor.tokenizer.batch_decode(new, skip_special_tokens=True)]
+        return self.words(out[:, inputs["input_ids"].shape[1] :])
+
+    def words(self, tokens: Any) -> list[str]:
+        """Generated token ids `(batch, new)` as texts, without special tokens."""
+        return [text.strip() for text in self.processor.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
     def provenance(self) -> dict[str, Any]:
         """Where numbers of this model come from, as plain JSON values.

@@ -140,3 +140,10 @@ def test_a_text_only_prompt_is_refused() -> None:
     with pytest.raises(DartLabError, match="no visual tokens"):
         branch(model_of(), {"input_ids": torch.tensor([[1, 7, 8]])}, [DART(keep=4)])
     assert IMAGE not in (1, 7, 8)
+
+
+def test_right_padding_is_refused() -> None:
+    inputs = prompts(THREE)
+    inputs["attention_mask"] = inputs["attention_mask"].flip(1)
+    with pytest.raises(DartLabError, match="left"):
+        branch(model_of(), inputs, [DART(keep=4)])
