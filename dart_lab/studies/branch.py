@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
-from dart_lab.vlm.branching import Trunk, branch_rows, end_tokens, grow, pad_token, whole_rows
+from dart_lab.vlm.branching import Answers, Trunk, branch_rows, first_margin, grow, pad_token, whole_rows
 from dart_lab.vlm.insert import adapter_for, check_method, prune
 from dart_lab.vlm.locate import layout, model_of
 from dart_lab.vlm.run import Run, Sample
@@ -29,13 +29,15 @@ class Branch:
         run: what was kept.
         shared: whether it continued from the common prefix.
         reason: why it ran alone; empty if it did not.
+        margin: `(batch,)` float32: by how much the first token leads the next one; NaN where logits are broken.
         logits: `(batch, new, vocabulary)` float32 on the CPU, where asked for.
     """
 
     tokens: Tensor
     run: Run
     shared: bool
-    reason: str = ""
+    reason: str
+    margin: Tensor
     logits: Tensor | None = None
 
 
@@ -98,15 +100,21 @@ def branch(
         trunk = grow(model, family, inputs, own, bool(whole))
         for group in _groups(model, trunk, own, memory or MEMORY):
             members, runs = [own[i] for i in group], [Run() for _ in group]
-            seen, tokens = branch_rows(model, family, trunk, group, members, runs, max_new_tokens)
-            for i, run, values, answer in zip(group, runs, seen, tokens, strict=True):
-                out[i] = Branch(answer.cpu(), run, True, logits=values.cpu() if logits else None)
+            found = branch_rows(model, family, trunk, group, members, runs, max_new_tokens, logits)
+            batch = len(trunk.attended)
+            for place, (i, run) in enumerate(zip(group, runs, strict=True)):
+                out[i] = _branch(found.rows(place * batch, (place + 1) * batch), run)
         if whole:
-            seen, tokens = whole_rows(model, trunk, max_new_tokens)
+            found = whole_rows(model, trunk, max_new_tokens, logits).rows(0, len(trunk.attended))
             for i in whole:
-                run = Run([Sample(s.tokens, s.token_ids, s.images, s.view) for s in trunk.now.samples])
-                out[i] = Branch(tokens.cpu(), run, True, logits=seen.cpu() if logits else None)
+                out[i] = _branch(
+                    found, Run([Sample(s.tokens, s.token_ids, s.images, s.view) for s in trunk.now.samples])
+                )
     return [out[i] for i in range(len(pruners))]
+
+
+def _branch(found: Answers, run: Run) -> Branch:
+    return Branch(found.tokens, run, True, "", found.margin, found.logits)
 
 
 def unshared(model: Any, pruner: Pruner | None) -> str:
@@ -168,7 +176,7 @@ def _alone(
     """One condition through `generate`."""
     options = {
         "max_new_tokens": steps, "do_sample": False, "pad_token_id": pad_token(model),
-        "return_dict_in_generate": True, "output_logits": logits,
+        "return_dict_in_generate": True, "output_logits": True,
     }  # fmt: skip
     with torch.no_grad():
         if pruner is None:
@@ -179,7 +187,4 @@ def _alone(
                 found = model.generate(**inputs, **options)
     tokens = found.sequences[:, inputs["input_ids"].shape[1] :].cpu()
     seen = torch.stack([step.float() for step in found.logits], dim=1).cpu() if logits else None
-    return Branch(tokens, run, False, reason, seen)
-
-
-__all__ = ["Branch", "branch", "end_tokens", "unshared"]
+    return Branch(tokens, run, False, reason, first_margin(found.logits[0]).cpu(), seen)

@@ -51,6 +51,20 @@ class Trunk:
     watcher: Dropper
 
 
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Greedy answers: `tokens` `(rows, new)`, `margin` `(rows,)`, `logits` `(rows, new, vocabulary)` if kept."""
+
+    tokens: Tensor
+    margin: Tensor
+    logits: Tensor | None
+
+    def rows(self, start: int, stop: int) -> Answers:
+        """Some of the rows, on the CPU."""
+        logits = None if self.logits is None else self.logits[start:stop].cpu()
+        return Answers(self.tokens[start:stop].cpu(), self.margin[start:stop].cpu(), logits)
+
+
 class _Enough(Exception):
     """Every fork is there, and nobody asked for the unpruned answer."""
 
@@ -139,7 +153,8 @@ def branch_rows(
     pruners: Sequence[Pruner],
     runs: list[Run],
     steps: int,
-) -> tuple[Tensor, Tensor]:
+    keep_logits: bool,
+) -> Answers:
     """Continue some conditions that cut first at the same layer, as rows of one batch.
 
     Args:
@@ -147,9 +162,10 @@ def branch_rows(
         numbers: which conditions; several only if each has a single stage.
         pruners, runs: of these conditions.
         steps: tokens to generate, greedily.
+        keep_logits: keep those of every step.
 
     Returns:
-        logits `(conditions, batch, steps, vocabulary)` float32 and tokens `(conditions, batch, steps)`.
+        Their answers, row by row: those of the first condition, then those of the second …
     """
     first = pruners[0].parts()[0].stage.layer
     fork, now = trunk.forks[first], trunk.now
@@ -188,16 +204,25 @@ def branch_rows(
         for layer in text.layers[first:]:
             states = _first(layer(states, **kwargs, **{compat.cache_argument(layer): cache}, use_cache=True))
         logits = model.get_output_embeddings()(text.norm(states[:, -1:]))[:, -1].float()
-        out, tokens = _decode(model, trunk, cache, logits, copies, steps)
-    return out.unflatten(0, (copies, batch)), tokens.unflatten(0, (copies, batch))
+        return _decode(model, trunk, cache, logits, copies, steps, keep_logits)
 
 
-def whole_rows(model: Any, trunk: Trunk, steps: int) -> tuple[Tensor, Tensor]:
-    """The unpruned answer: logits `(batch, steps, vocabulary)`, tokens `(batch, steps)`. Uses up the trunk's cache."""
+def whole_rows(model: Any, trunk: Trunk, steps: int, keep_logits: bool) -> Answers:
+    """The unpruned answers. Uses up the trunk's cache."""
     if trunk.logits is None:
         raise DartLabError("the unpruned prompt did not run to its end")
     with torch.no_grad():
-        return _decode(model, trunk, trunk.cache, trunk.logits, 1, steps)
+        return _decode(model, trunk, trunk.cache, trunk.logits, 1, steps, keep_logits)
+
+
+def first_margin(logits: Tensor) -> Tensor:
+    """`(batch,)` float32: by how much the first token of an answer leads the next one; NaN for broken logits.
+
+    >>> first_margin(torch.tensor([[0.0, 3.0, 1.0]]))
+    tensor([2.])
+    """
+    best = logits.float().topk(min(2, logits.shape[-1]), dim=-1).values
+    return (best[:, 0] - best[:, -1]).where(logits.isfinite().all(dim=-1), torch.nan)
 
 
 def _cut(reduction: Reduction, first: int, now: Pass, *, compact: bool) -> Cut:
@@ -208,7 +233,9 @@ def _cut(reduction: Reduction, first: int, now: Pass, *, compact: bool) -> Cut:
     return make_cut(reduction, layer=first, rows=rows, visual=visual, positions=mask_to_rows(visual), compact=compact)
 
 
-def _decode(model: Any, trunk: Trunk, cache: Any, logits: Tensor, copies: int, steps: int) -> tuple[Tensor, Tensor]:
+def _decode(
+    model: Any, trunk: Trunk, cache: Any, logits: Tensor, copies: int, steps: int, keep_logits: bool
+) -> Answers:
     """Greedy decoding on a cache; rows that have ended give padding."""
     ends, pad = end_tokens(model), pad_token(model)
     mask = _repeat(trunk.attended, copies).long()
@@ -216,10 +243,11 @@ def _decode(model: Any, trunk: Trunk, cache: Any, logits: Tensor, copies: int, s
     last = (last if last.dim() == 2 else last.amax(dim=0)).expand(len(trunk.attended), -1)
     position, leading = _repeat(last, copies), trunk.positions.shape[:-2]
     done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
-    seen, tokens = [], []
+    margin, seen, tokens = first_margin(logits), [], []
     for step in range(steps):
         token = logits.argmax(dim=-1).masked_fill(done, pad)
-        seen.append(logits)
+        if keep_logits:
+            seen.append(logits)
         tokens.append(token)
         done = done | torch.isin(token, ends)
         if bool(done.all()) or step == steps - 1:
@@ -227,11 +255,14 @@ def _decode(model: Any, trunk: Trunk, cache: Any, logits: Tensor, copies: int, s
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
         position = position + 1
         out = model(
-            input_ids=token[:, None], attention_mask=mask, use_cache=True,
-            position_ids=position.expand(*leading, *position.shape), **{compat.cache_argument(model): cache},
-        )  # fmt: skip
+            input_ids=token[:, None],
+            attention_mask=mask,
+            use_cache=True,
+            position_ids=position.expand(*leading, *position.shape),
+            **{compat.cache_argument(model): cache},
+        )
         logits = out.logits[:, -1].float()
-    return torch.stack(seen, dim=1), torch.stack(tokens, dim=1)
+    return Answers(torch.stack(tokens, dim=1), margin, torch.stack(seen, dim=1) if seen else None)
 
 
 def end_tokens(model: Any) -> Tensor:

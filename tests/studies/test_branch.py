@@ -11,6 +11,7 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners import DART, Alpha, FastV, Pruner, Random, UniformGrid, make_pruner, parse_pruner, pruner_names
 from dart_lab.pruners.fitting import UNFIT, Depth, fit
 from dart_lab.studies.branch import Branch, branch
+from dart_lab.vlm.branching import first_margin
 from dart_lab.vlm.tap import Tap
 from tests.vlm.common import IMAGE, ONE, THREE, TOKENS, Uneven, batch, small_llava
 
@@ -39,6 +40,9 @@ def agree(shared: list[Branch], alone: list[Branch], tolerance: float = 1e-5) ->
         assert one.logits is not None and other.logits is not None
         torch.testing.assert_close(one.logits, other.logits, atol=tolerance, rtol=0)
         assert torch.equal(one.tokens, other.tokens)
+        best = one.logits[:, 0].sort(dim=-1, descending=True).values
+        torch.testing.assert_close(one.margin, best[:, 0] - best[:, 1])
+        torch.testing.assert_close(one.margin, other.margin, atol=2 * tolerance, rtol=0)
         assert [kept.tolist() for kept in one.run.kept] == [kept.tolist() for kept in other.run.kept]
         assert one.run.asked == other.run.asked and one.run.got == other.run.got
 
@@ -108,6 +112,12 @@ def test_answers_end_where_they_end_alone() -> None:
         assert torch.equal(one.tokens[:, : other.tokens.shape[1]], other.tokens)
         assert int((one.tokens[1] == model.generation_config.eos_token_id).sum()) >= 1
     assert bool((shared[0].tokens[1, 3:] == 0).all()), "padding follows the end"
+
+
+def test_broken_logits_have_no_margin() -> None:
+    broken = torch.tensor([[0.0, 3.0, 1.0], [0.0, float("nan"), 1.0]])
+    margin = first_margin(broken)
+    assert float(margin[0]) == 2.0 and bool(margin[1].isnan())
 
 
 def test_nothing_is_left_on_the_model_also_after_an_error() -> None:
