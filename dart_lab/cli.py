@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ import typer
 
 from dart_lab import __version__
 from dart_lab.errors import DartLabError, DartLabWarning, did_you_mean
+from dart_lab.studies.command import app as study_app
 
 if TYPE_CHECKING:
     from dart_lab.pruners.base import Pruner
@@ -41,6 +43,9 @@ app = typer.Typer(
 )
 
 
+app.add_typer(study_app, name="study")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `dart-lab` and exit with its code; errors are one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,11 +54,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    signal.signal(signal.SIGTERM, _stop)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", DartLabWarning)
         warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
         sys.exit(_run(words, show_traceback))
+
+
+def _stop(*_: Any) -> None:
+    """A termination is an interruption: files are whole, and the exit code says so."""
+    raise KeyboardInterrupt
 
 
 def _run(words: list[str], show_traceback: bool) -> int:

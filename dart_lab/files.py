@@ -12,13 +12,14 @@ from dart_lab.errors import DartLabError
 _NEW_FILE_MODE = 0o666
 
 
-def write_files(contents: Mapping[Path, bytes]) -> list[Path]:
+def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> list[Path]:
     """Write every file, each under a temporary name beside its target, then rename them all.
 
     If one cannot be written (no space, no permission), none of the targets is created or changed.
 
     Args:
         contents: path → bytes. Missing folders are made.
+        durable: wait until the disk holds the bytes and the names, so that a power cut takes neither. Default False.
 
     Returns:
         The paths, in the order given.
@@ -38,9 +39,16 @@ def write_files(contents: Mapping[Path, bytes]) -> list[Path]:
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             ready.append((_temporary_beside(path), path))
-            ready[-1][0].write_bytes(content)
+            with ready[-1][0].open("wb") as file:
+                file.write(content)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
         for temporary, path in ready:
             temporary.replace(path)
+        if durable:
+            for folder in {path.parent for _, path in ready}:
+                _sync_folder(folder)
     except OSError as error:
         raise DartLabError(
             f"{path} cannot be written ({error.strerror or error}); free some space or choose another place"
@@ -49,6 +57,16 @@ def write_files(contents: Mapping[Path, bytes]) -> list[Path]:
         for temporary, _ in ready:
             temporary.unlink(missing_ok=True)
     return list(contents)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the disk holds the names in a folder, where the system can tell."""
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def check_writable(folder: Path) -> None:

@@ -18,6 +18,7 @@ from dart_lab.vlm.run import Run, Sample
 from dart_lab.vlm.vlm import check_left_padding
 
 MEMORY = 1 << 30  # bytes that the caches of conditions which run together may take
+SLACK = 1 / 8  # padding that conditions of unlike length may cost, as a share of the shortest
 
 
 @dataclass(eq=False)
@@ -137,34 +138,38 @@ def unshared(model: Any, pruner: Pruner | None) -> str:
 
 
 def _groups(model: Any, trunk: Trunk, own: Mapping[int, Pruner], memory: int) -> list[list[int]]:
-    """Conditions that run together: same first layer and positions, one stage each, similar lengths, in memory."""
+    """Conditions that run together: same first layer and positions, one stage each, little padding, in memory."""
     kept: dict[int, int] = {}
     for fork in trunk.forks.values():
         kept |= {i: int(reduction.counts.max()) for i, (reduction, _) in fork.decisions.items()}
     groups: list[list[int]] = []
-    used: int = 0
+    used, longest = 0, 0.0
     open_key: tuple[Any, ...] | None = None
     order = sorted(
         own, key=lambda i: (own[i].parts()[0].stage.layer, own[i].positions, len(own[i].parts()), kept[i], i)
     )
     for i in order:
-        pruner = own[i]
-        key = (pruner.parts()[0].stage.layer, pruner.positions) if len(pruner.parts()) == 1 else ("alone", i)
-        size = _bytes(model, trunk, pruner.parts()[0].stage.layer, kept[i])
-        if not groups or key != open_key or used + size > memory:
+        first, length = own[i].parts()[0].stage.layer, _text(trunk) + kept[i]
+        key = (first, own[i].positions) if len(own[i].parts()) == 1 else ("alone", i)
+        size = _bytes(model, trunk, first, kept[i])
+        if not groups or key != open_key or length > longest or used + size > memory:
             groups.append([])
-            used, open_key = 0, key
+            used, longest, open_key = 0, (1 + SLACK) * length, key
         groups[-1].append(i)
         used += size
     return groups
+
+
+def _text(trunk: Trunk) -> int:
+    """Columns of the prompt that are no visual token."""
+    return trunk.now.length - (int(trunk.now.visual.sum(dim=1).max()) if trunk.now.visual is not None else 0)
 
 
 def _bytes(model: Any, trunk: Trunk, first: int, kept: int) -> int:
     """Bytes of a condition's KV cache and of its states, for all samples."""
     keys = trunk.cache.layers[0].keys
     depth, length = model.config.get_text_config().num_hidden_layers, trunk.now.length
-    visual = int(trunk.now.visual.sum(dim=1).max()) if trunk.now.visual is not None else 0
-    slots = first * length + (depth - first) * (length - visual + kept)
+    slots = first * length + (depth - first) * (_text(trunk) + kept)
     cache = 2 * keys.shape[0] * keys.shape[1] * keys.shape[3] * slots
     states = keys.shape[0] * length * model.config.get_text_config().hidden_size
     return int((cache + states) * keys.element_size())

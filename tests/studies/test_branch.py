@@ -92,6 +92,15 @@ def test_the_prefix_runs_once_and_the_rest_as_one_batch() -> None:
     assert seen == [(0, 1, length), (1, 1, length)] + [(layer, 9, short) for layer in range(2, LAYERS)]
 
 
+def test_conditions_of_unlike_length_do_not_pad_each_other() -> None:
+    model, inputs, rows = model_of(), prompts(ONE), []
+    conditions: list[Pruner | None] = [DART(keep=15), FastV(keep=1), FastV(keep=15), DART(keep=1)]
+    with Tap({4: model.model.language_model.layers[4]}, lambda _, c: rows.append(tuple(c.query.shape[::2]))):
+        branch(model, inputs, conditions, max_new_tokens=1)
+    text = inputs["input_ids"].shape[1] - TOKENS
+    assert rows == [(2, text + 1), (2, text + 15)]
+
+
 def test_memory_decides_how_many_run_together_and_no_answer() -> None:
     model, inputs, rows = model_of(), prompts(THREE), []
     pruners: list[Pruner | None] = [DART(keep=n) for n in (3, 4, 5, 6)]

@@ -1,0 +1,168 @@
+"""A cell is what runs and is written together: one model, one task, one block of samples, every condition."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from dart_lab.errors import DartLabError
+from dart_lab.pruners.base import Pruner
+from dart_lab.studies.branch import Branch, branch
+from dart_lab.studies.plan import Study, TaskSpec
+from dart_lab.studies.store import SCHEMA
+from dart_lab.tasks.base import Sample, Task, load_task
+from dart_lab.tasks.scoring import is_right
+
+TIE = 1e-3  # an answer whose first token leads by less may come out otherwise in another batch or precision
+_MARGIN_DIGITS = 4  # margins are rounded, so that the size of a batch does not show in the bytes
+
+Conditions = Mapping[str, Pruner | None]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Samples `start` to `stop` of one task under one model."""
+
+    number: int
+    model: str
+    task: TaskSpec
+    start: int
+    stop: int
+
+
+def open_task(spec: TaskSpec) -> Task:
+    """The task that a plan names."""
+    return load_task(
+        spec.name, n=spec.n, seed=spec.seed, families=spec.families, questions_per_image=spec.questions_per_image
+    )
+
+
+def cells(study: Study, tasks: Mapping[str, Task] | None = None) -> list[Cell]:
+    """Every cell of a study, in the order of its records."""
+    known = tasks or {task.label: open_task(task) for task in study.tasks}
+    out: list[Cell] = []
+    for model in study.models:
+        for task in study.tasks:
+            size = len(known[task.label])
+            for start in range(0, size, study.batch_size):
+                out.append(Cell(len(out), model, task, start, min(start + study.batch_size, size)))
+    return out
+
+
+def run_cell(vlm: Any, task: Task, cell: Cell, study: Study) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Records of a cell, and the seconds it took.
+
+    A sample that cannot be answered is recorded with the reason; the others go on. Out of memory halves the batch, then
+    the conditions.
+    """
+    begun = time.perf_counter()
+    conditions, rows = study.conditions(), []
+    samples: list[Sample] = []
+    ids: list[str] = []
+    for index in range(cell.start, cell.stop):
+        try:
+            samples.append(task[index])
+            ids.append(samples[-1].id)
+        except (DartLabError, OSError, ValueError) as error:  # a picture that cannot be read
+            ids.append(f"{task.name}-{index}")
+            gone = Sample(ids[-1], None, "", "", "", image_id=ids[-1])  # type: ignore[arg-type]
+            rows += _failures([gone], conditions, f"the sample cannot be read: {_line(error)}")
+    prepared = time.perf_counter()
+    if samples:
+        rows += _answer(vlm, samples, conditions, study.max_new_tokens)
+    names = list(conditions)
+    rows.sort(key=lambda row: (ids.index(row["sample"]), names.index(row["condition"])))
+    table = pd.DataFrame(rows, columns=SCHEMA.names).assign(model=cell.model, task=cell.task.label)
+    seconds = {"read": prepared - begun, "answer": time.perf_counter() - prepared}
+    return table, seconds
+
+
+def _answer(vlm: Any, samples: Sequence[Sample], conditions: Conditions, steps: int) -> list[dict[str, Any]]:
+    """Rows of several samples; whatever goes wrong is narrowed down to the sample and condition that it belongs to."""
+    try:
+        inputs = vlm.prepare([sample.image for sample in samples], [sample.question for sample in samples])
+        found = branch(vlm, inputs, list(conditions.values()), max_new_tokens=steps)
+    except (DartLabError, MemoryError, RuntimeError, ValueError) as error:
+        if isinstance(error, RuntimeError) and not _out_of_memory(error):
+            raise
+        _free()
+        halves = _halves(samples, conditions)
+        if not halves:
+            reason = "out of memory with one sample and one condition" if _out_of_memory(error) else _line(error)
+            return _failures(samples, conditions, reason)
+        return [row for some, few in halves for row in _answer(vlm, some, few, steps)]
+    return [
+        row
+        for (name, _), one in zip(conditions.items(), found, strict=True)
+        for row in _rows(samples, name, one, vlm.words(one.tokens), vlm.depth)
+    ]
+
+
+def _halves(samples: Sequence[Sample], conditions: Conditions) -> list[tuple[Sequence[Sample], Conditions]]:
+    """The same work in two pieces: fewer samples, or, of one sample, fewer conditions; nothing if there is one each."""
+    if len(samples) > 1:
+        middle = len(samples) // 2
+        return [(samples[:middle], conditions), (samples[middle:], conditions)]
+    if len(conditions) > 1:
+        items = list(conditions.items())
+        middle = len(items) // 2
+        return [(samples, dict(items[:middle])), (samples, dict(items[middle:]))]
+    return []
+
+
+def _rows(samples: Sequence[Sample], name: str, one: Branch, texts: list[str], depth: int) -> list[dict[str, Any]]:
+    rows = []
+    for number, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        margin = float(one.margin[number])
+        if margin != margin:
+            rows += _failures([sample], {name: None}, "the model's logits are NaN")
+            continue
+        layers = one.run.samples[number].layer_counts(depth)
+        rows.append(
+            {
+                **_named(sample, name),
+                "prediction": text,
+                "correct": float(is_right(text, sample.answer)),
+                "visual": len(one.run.samples[number].tokens),
+                "asked": one.run.asked[number],
+                "got": one.run.got[number],
+                "processed": sum(layers) / depth,
+                "output": sum([*layers[1:], layers[-1]]) / depth,
+                "shared": one.shared,
+                "reason": one.reason,
+                "margin": round(margin, _MARGIN_DIGITS),
+                "tie_sensitive": margin < TIE,
+                "failure": None,
+            }
+        )
+    return rows
+
+
+def _failures(samples: Sequence[Sample], conditions: Conditions, reason: str) -> list[dict[str, Any]]:
+    blank = dict.fromkeys(SCHEMA.names)
+    return [{**blank, **_named(sample, name), "failure": reason} for sample in samples for name in conditions]
+
+
+def _named(sample: Sample, condition: str) -> dict[str, Any]:
+    return {
+        "condition": condition, "sample": sample.id, "image_id": sample.image_id or sample.id,
+        "family": sample.family, "answer": sample.answer,
+    }  # fmt: skip
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or "out of memory" in str(error).lower()
+
+
+def _free() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
