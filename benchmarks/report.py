@@ -20,9 +20,12 @@ one process, in milliseconds of one thread's processor time; ratios are the resu
 def main() -> None:
     """Put the page together."""
     parts = [HEAD]
-    for name, describe in (("selection", selection), ("prefill", prefill)):
+    for name, describe in DESCRIBE.items():
+        if not (RESULTS / f"{name}.json").exists():
+            continue
         record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-        parts.append(f"## {name}.py\n\n{describe(record)}\n\n{times(record)}\n\n{machine(record['machine'])}\n")
+        table = f"{times(record)}\n\n" if "times" in record else ""
+        parts.append(f"## {name}.py\n\n{describe(record)}\n\n{table}{machine(record['machine'])}\n")
     target = RESULTS.with_name("README.md")
     partial = target.with_suffix(".partial")
     partial.write_text("\n".join(parts), encoding="utf-8")
@@ -53,6 +56,37 @@ def prefill(r: dict[str, Any]) -> str:
     )
 
 
+def methods(r: dict[str, Any]) -> str:
+    """What methods.py found: a table of shares, and two checks."""
+    lengths = list(r["percent_of_prefill"])
+    names = sorted({name for own in r["percent_of_prefill"].values() for name in own})
+    rows = [f"| {name} | " + " | ".join(_percent(r, length, name) for length in lengths) + " |" for name in names]
+    layers = ", ".join(f"{r['times_by_tokens'][n]['one layer']['median_ms']:,.0f} ms at {n}" for n in lengths)
+    greedy, points = r["divprune"]["times"], r["clustering"]
+    loop = greedy["loop over all taken"]["median_ms"] / greedy["one pass a step"]["median_ms"]
+    double = greedy["twice as many"]["median_ms"] / greedy["one pass a step"]["median_ms"]
+    prefill = (
+        f"Selection of every method, all its stages together, in percent of the prefill of {r['layers']} layers of "
+        f"{r['channels']:,} channels ({r['dtype']}, {r['kept_share']} of the visual tokens kept, {r['text_tokens']} "
+        f"text tokens; one layer takes {layers})."
+    )
+    checks = (
+        f"DivPrune's choice of {r['divprune']['kept']} of {r['divprune']['tokens']:,} tokens is {loop:.1f} times "
+        f"faster than a loop over all tokens taken so far (same tokens: {r['divprune']['same_tokens']}), and "
+        f"{double:.1f} times slower for twice as many. SparseVLM's clustering of {points['points']} tokens of "
+        f"{points['channels']:,} channels makes no array of more than {points['largest_array']:,} numbers; (m, m, d) "
+        f"would be {points['m_m_d']:,}."
+    )
+    head = ["| method | " + " | ".join(f"{n} tokens" for n in lengths) + " |", "|---|" + "---|" * len(lengths)]
+    refused = [f"{name}: {why}." for name, why in r["refused"].items()]
+    return "\n".join([prefill, "", *head, *rows, "", *refused, "", checks])
+
+
+def _percent(r: dict[str, Any], length: str, name: str) -> str:
+    found = r["percent_of_prefill"][length].get(name)
+    return "refused" if found is None else f"{found:.3f}"
+
+
 def times(r: dict[str, Any]) -> str:
     """A table of all times."""
     rows = [f"| {name} | {t['median_ms']} | {t['least_ms']} |" for name, t in r["times"].items()]
@@ -65,6 +99,9 @@ def machine(m: dict[str, Any]) -> str:
         f"{m['processor']}, {m['cores']} cores, threads used: {m['threads']}, {m['capability']}; Python {m['python']}, "
         f"torch {m['torch']}, transformers {m['transformers']}."
     )
+
+
+DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods}
 
 
 if __name__ == "__main__":
