@@ -82,6 +82,33 @@ def methods(r: dict[str, Any]) -> str:
     return "\n".join([prefill, "", *head, *rows, "", *refused, "", checks])
 
 
+def branch(r: dict[str, Any]) -> str:
+    """What branch.py found: one row a model."""
+    head = (
+        f"A sweep of {len(r['alphas'])} α × {len(r['budgets'])} budgets ({', '.join(map(str, r['budgets']))} of "
+        f"{r['visual_tokens']} visual tokens) cut at layer {r['layer']}: all conditions from one run of what they have "
+        "in common, against each from the start. The gain that multiply-accumulates allow counts the prompts only: "
+        "decoding, selection and what a larger batch saves or costs are not in it. Measured on a subset of the prompts "
+        f"of a full sweep; the medians are of {r['repeats']} runs."
+    )
+    names = ("model", "prompts", "alone s", "shared s", "gain", "goal", "allowed", "reached", "same answers")
+    rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    for name, f in r["found"].items():
+        seconds = {kind: f["times"][kind]["median_ms"] / 1e3 for kind in ("alone", "shared")}
+        rows.append(
+            f"| {name} | {f['prompts']} | {seconds['alone']:.2f} | {seconds['shared']:.2f} | {f['measured_gain']}× | "
+            f"{r['goals'][name]:g}× | {f['theoretical_gain']}× | {f['percent_of_theory']} % (goal: "
+            f"{r['goal_percent_of_theory']:g} %) | {f['same_answers']} of {f['answers']} |"
+        )
+    size = r["seven_billion"]["size"]
+    seven = (
+        f"Counted, not measured: a model of {size['layers']} layers and {size['width']:,} channels (7B) with the tower "
+        f"of LLaVA-1.5 and {size['text']} text tokens may gain {r['seven_billion']['theoretical_gain']}× on the same "
+        "sweep, since the remainder of each condition dominates there."
+    )
+    return "\n".join([head, "", *rows, "", seven])
+
+
 def _percent(r: dict[str, Any], length: str, name: str) -> str:
     found = r["percent_of_prefill"][length].get(name)
     return "refused" if found is None else f"{found:.3f}"
@@ -101,7 +128,7 @@ def machine(m: dict[str, Any]) -> str:
     )
 
 
-DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods}
+DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods, "branch": branch}
 
 
 if __name__ == "__main__":
