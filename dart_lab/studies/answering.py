@@ -36,9 +36,9 @@ def answer_all(
         progress: show a progress bar on stderr.
 
     Returns:
-        Columns `condition`, `sample`, `image_id`, `family`, `prediction`, `answer`, `correct` (0 or 1), `visual`,
-        `asked` (-1: a threshold decides), `got`, `processed` and `output`: visual tokens averaged over the decoder
-        layers by either convention of `dart_lab.pruners.cost.Cost.average`.
+        Columns `condition`, `sample`, `image_id`, `family`, `question`, `prediction`, `answer`, `correct` (0 or 1),
+        `visual`, `asked` (-1: a threshold decides), `got`, and `processed` and `output`: visual tokens averaged over
+        the decoder layers by either convention of `dart_lab.pruners.cost.Cost.average`.
 
     Raises:
         DartLabError: as `prune`; the message names the condition.
@@ -66,6 +66,7 @@ def _rows(batch: Sequence[Sample], name: str, one: Branch, texts: list[str], dep
             "sample": sample.id,
             "image_id": sample.image_id or sample.id,
             "family": sample.family,
+            "question": sample.question,
             "prediction": text,
             "answer": sample.answer,
             "correct": float(is_right(text, sample.answer)),
