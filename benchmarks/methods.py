@@ -100,6 +100,7 @@ class Llm:
             visual=visual, attended=attended, original=torch.tensor([original]), grid=square(visual.shape[1], 1, 0),
             providers={
                 "image_embeds": lambda: self.states[:, BEFORE : BEFORE + self.tokens],
+                "survives": lambda: torch.zeros(visual.shape, dtype=torch.bool),  # MustDrop's key tokens: none
                 **layer_providers(
                     text, self.captured, layer=1, states=self.states, before=0, attended=attended,
                     embeds=lambda: self.states, entered=lambda: self.states, positions=lambda: self.rotary,

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dart_lab.pruners.assignment import slot_of
 from dart_lab.pruners.reduction import PAD, Merge, Reduction, mask_to_rows, rows_to_mask
 
 Compression = Literal["mean", "add"]
@@ -49,13 +50,13 @@ def recipients(
         wanted = wanted.clamp(max=most)
     values = correlation.float().masked_fill(~allowed, float("-inf"))
     width = int(wanted.max()) if wanted.numel() else 0
-    best = values.sort(dim=2, descending=True, stable=True)
+    best = values.topk(width, dim=2)
     beyond = torch.arange(width, device=values.device) >= wanted[..., None]
-    weight = best.values[..., :width].masked_fill(beyond, 0.0)
+    weight = best.values.masked_fill(beyond, 0.0)
     whole = weight.sum(dim=2, keepdim=True)
     even = (~beyond).float() / wanted.clamp(min=1)[..., None]
     weight = torch.where(whole > 0, weight / whole.where(whole > 0, 1.0), even)
-    return best.indices[..., :width].masked_fill(beyond, PAD), weight
+    return best.indices.masked_fill(beyond, PAD), weight
 
 
 def compress(
@@ -71,24 +72,26 @@ def compress(
         how: "mean" divides as above; "add" does not.
         score: `(batch, n)`, what they were ranked by (largest goes first).
     """
-    batch, n = score.shape
+    n = score.shape[1]
     valid = torch.arange(n, device=size.device) < size[:, None]
-    kept = valid & ~rows_to_mask(discarded, n)
-    keep = mask_to_rows(kept)
-    alpha = torch.zeros(batch, n + 1, n + 1, device=score.device)  # recipient × source, padding in the last row
-    target = column.where((column != PAD) & (discarded[..., None] != PAD), n).flatten(1)
-    source = discarded.where(discarded != PAD, n)[..., None].expand_as(column).flatten(1)
-    index = target * (n + 1) + source
-    alpha = alpha.flatten(1).scatter_add(1, index, weight.flatten(1)).view(batch, n + 1, n + 1)[:, :n, :n]
-    alpha = alpha + torch.diag_embed(kept.float())
+    keep = mask_to_rows(valid & ~rows_to_mask(discarded, n))
+    slots = keep.shape[1]
+    sent = (column != PAD) & (discarded[..., None] != PAD)
+    slot = slot_of(keep, n).gather(1, column.clamp(min=0).flatten(1)).masked_fill(~sent.flatten(1), PAD)
+    alpha = weight.flatten(1).masked_fill(slot == PAD, 0.0)
+    source = discarded.clamp(min=0)[..., None].expand_as(column).flatten(1)
+    own = torch.arange(slots, device=keep.device).where(keep != PAD, PAD)
+    slot, source = torch.cat([own, slot], dim=1), torch.cat([keep.clamp(min=0), source], dim=1)
+    alpha = torch.cat([(keep != PAD).float(), alpha], dim=1)
     if how == "mean":
-        alpha = alpha / alpha.sum(dim=2, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    rows = alpha.gather(1, keep.clamp(min=0)[:, :, None].expand(-1, -1, n)) * (keep != PAD)[:, :, None]
+        place = slot.where(slot != PAD, slots)
+        total = torch.zeros(len(slot), slots + 1, device=slot.device).scatter_add(1, place, alpha)
+        alpha = alpha / total.gather(1, place).clamp(min=torch.finfo(torch.float32).tiny)
     return Reduction(
         keep=keep,
         size=size,
         asked=asked,
-        merge=Merge.from_dense(rows),
+        merge=Merge(slot=slot, source=source, weight=alpha),
         score=(-score.float()).masked_fill(~valid, float("nan")),
     )
 
