@@ -54,7 +54,7 @@ class FrontDropper(Dropper):
         **layers: Any,
     ) -> None:
         super().__init__(model, family, visual, **layers)
-        self._inputs = [part for part in front if part.stage.kind == "LLM_IN"]
+        self._input_parts = [part for part in front if part.stage.kind == "LLM_IN"]
         on_vision = [part for part in front if part.stage.kind in KINDS]
         self._note, self._apply, self._before_layers = note, apply, before_layers
         self._compact_front = any(part.positions == "compact" for part in front)
@@ -140,7 +140,7 @@ class FrontDropper(Dropper):
 
         before = None if first is None else cut(first)
         reduction = first
-        for part in self._inputs:
+        for part in self._input_parts:
             states, marked, real = embeds, visual, torch.ones_like(visual)
             if full.attended is not None:
                 real = full.attended.to(embeds.device)[:, full.past :]
