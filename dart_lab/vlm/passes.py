@@ -111,6 +111,8 @@ class PassWatcher:
         self.current: Pass | None = None
         self.prompt: Prompt | None = None
         self._ids: Tensor | None = None
+        self._inputs: dict[str, Any] = {}
+        self._prompt_inputs: dict[str, Any] = {}
         self._pixels: Tensor | None = None
         self._expand = 1
         self._shown = 0
@@ -141,6 +143,13 @@ class PassWatcher:
         def note(*args: Any, **kwargs: Any) -> None:
             self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
 
+        def note_inputs(*args: Any, **kwargs: Any) -> None:
+            named = next((x for x in (*args, *kwargs.values()) if isinstance(x, dict)), {})
+            self._prompt_inputs = {  # releases that encode pictures ahead of the prompt keep grids from `forward`
+                name: x for name, x in named.items() if isinstance(x, Tensor) and not x.is_floating_point()
+            }
+
+        self._precede("_prepare_model_inputs", note_inputs)
         self._precede("_expand_inputs_for_generation", note)
         for name in compat.PREFILL_METHODS:
             self._precede(name, compat.refuse_chunks)
@@ -161,15 +170,21 @@ class PassWatcher:
     def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         self._ids = ids if isinstance(ids, Tensor) else None
+        if module is self.model or not self._inputs:  # the inner model is not given everything
+            given = {name: x for name, x in kwargs.items() if x is not None}
+            # inputs of `generate` come once a sample, those of `forward` once a beam
+            self._inputs = given | self._prompt_inputs if self._expand > 1 else self._prompt_inputs | given
         if module is self.model and self._ids is not None and self._ids.shape[1] > 1:
-            self._check_whole(self._ids, kwargs)
+            self._check_whole(self._ids, self._inputs)
 
     def _check_whole(self, ids: Tensor, inputs: dict[str, Any]) -> None:
         """Raise the adapter's error for a prompt that was cut inside an image before the model stumbles over it."""
         if self.family is None or self._given is not None:
             return
+        if self.prompt is not None and self.prompt.continues(ids, self._pixels):
+            return
         first = 0
-        for row in self.family.visual_mask(self.model, ids).cpu().numpy():
+        for row in self.family.visual_mask(self.model, ids[:: self._expand]).cpu().numpy():
             first += self.family.tokens(self.model, np.flatnonzero(row), inputs, first, None)[1]
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -179,6 +194,7 @@ class PassWatcher:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids, self._ids = self._ids, None
+        given, self._inputs = self._inputs, {}
         embeds = kwargs.get("inputs_embeds")
         if ids is None:
             ids = kwargs.get("input_ids", args[0] if args else None)
@@ -202,7 +218,7 @@ class PassWatcher:
             now.step = self.prompt.current.step + content.shape[1] - self.prompt.ids.shape[1]
             self.continue_prompt(now)
         else:
-            self._place(now, visual, ids, kwargs)
+            self._place(now, visual, ids, {**given, **kwargs})
             if past == 0:
                 self.prompt = Prompt(content, self._pixels, visual, now)
 
