@@ -192,6 +192,12 @@ def refuse_chunks(*args: Any, **kwargs: Any) -> None:
 
 def refuse_unsafe_layers(model: Any, first: int) -> None:
     """Raise `DartLabError` if a decoder layer ≥ `first` would see kept slots as if they were positions."""
+    early = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
+    if first < early:
+        raise DartLabError(
+            f"{type(model).__name__} adds vision features to every visual token after layers 0 to {early - 1}; prune "
+            f"at layer {early} or later, not {first}"
+        )
     config = text_model(model).config
     kinds = getattr(config, "layer_types", None)
     if kinds:

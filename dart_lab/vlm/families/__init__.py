@@ -7,8 +7,9 @@ from typing import Any
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.vlm.families.base import Family
 from dart_lab.vlm.families.llava import LLAVA
+from dart_lab.vlm.families.qwen import QWEN
 
-FAMILIES: tuple[Family, ...] = (LLAVA,)
+FAMILIES: tuple[Family, ...] = (LLAVA, QWEN)
 
 __all__ = ["FAMILIES", "Family", "family_of", "supported_model_types"]
 

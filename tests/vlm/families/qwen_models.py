@@ -1,0 +1,73 @@
+"""Small random Qwen-VL models of the real classes, and left-padded batches of pictures of unlike shapes for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+IMAGE, VIDEO, START, END, WORDS = 5, 6, 7, 8, 60
+CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+PATCH, HIDDEN, HEADS = 4, 32, 2
+Grid = tuple[int, int]
+
+
+def qwen_model(kind: str, *, attention: str = "sdpa", layers: int = 4) -> Any:
+    """Weights large enough that attention is not uniform."""
+    vision: dict[str, Any] = {
+        "depth": 2, "patch_size": PATCH, "num_heads": HEADS, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "initializer_range": 0.2,
+    }
+    if kind == "qwen2_vl":
+        vision |= {"embed_dim": HIDDEN, "hidden_size": HIDDEN, "mlp_ratio": 2}
+    else:
+        vision |= {"hidden_size": HIDDEN, "out_hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 4 * PATCH, "fullatt_block_indexes": [1]}
+    if kind == "qwen3_vl":
+        vision |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    text = {
+        "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": layers,
+        "head_dim": HIDDEN // HEADS,
+        "num_attention_heads": HEADS, "num_key_value_heads": 1, "vocab_size": WORDS, "initializer_range": 0.2,
+        "max_position_embeddings": 512, "rope_scaling": rope, "rope_parameters": rope, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }
+    config = getattr(transformers, f"{CLASSES[kind]}Config")(
+        vision_config=vision, text_config=text, image_token_id=IMAGE, video_token_id=VIDEO,
+        vision_start_token_id=START, vision_end_token_id=END,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = getattr(transformers, f"{CLASSES[kind]}ForConditionalGeneration")(config)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 2
+    model.set_attn_implementation(attention)
+    return model.eval()
+
+
+def qwen_batch(prompts: Sequence[Sequence[Grid]]) -> dict[str, Tensor]:
+    """One prompt an entry, with pictures of these (rows, columns) of visual tokens; left-padded."""
+    rows, grids, pixels = [], [], []
+    for number, pictures in enumerate(prompts):
+        draw = torch.Generator().manual_seed(10 * number + len(pictures))
+        row = [1, *words(draw, 2 + number)]
+        for height, width in pictures:
+            row += [START, *[IMAGE] * (height * width), END, *words(draw, 2)]
+            grids.append([1, 2 * height, 2 * width])
+            pixels.append(torch.randn(4 * height * width, 3 * 2 * PATCH * PATCH, generator=draw))
+        rows.append(row + words(draw, 3))
+    longest = max(map(len, rows))
+    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    return {
+        "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long(),
+        "pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids),
+    }
+
+
+def words(draw: torch.Generator, count: int) -> list[int]:
+    return torch.randint(10, WORDS, (count,), generator=draw).tolist()

@@ -1,0 +1,111 @@
+"""Qwen-VL: dropping equals masking in `generate`, positions stay, and every visual token lies where it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.pruners import DART, FastV, KeepAll, Pruner, Random
+from dart_lab.vlm import compat
+from dart_lab.vlm.insert import prune
+from dart_lab.vlm.locate import layout
+from dart_lab.vlm.masking import mask_drop
+from tests.vlm.families.qwen_models import CLASSES, IMAGE, VIDEO, qwen_batch, qwen_model
+
+ONE, PADDED = (((4, 6),),), (((4, 6),), ((3, 2), (5, 4)))
+STEPS = 8
+METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
+
+
+def answer(model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Tokens and the logits of each step."""
+    out = model.generate(
+        **inputs, max_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        suppress_tokens=[2, IMAGE, VIDEO], **options,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("pruner", METHODS, ids=lambda p: p.name)
+@pytest.mark.parametrize("prompts", [ONE, PADDED], ids=["one", "padded"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_dropping_equals_masking(kind: str, backend: str, prompts: Any, pruner: Pruner) -> None:
+    model, inputs = qwen_model(kind, attention=backend), qwen_batch(prompts)
+    with prune(model, pruner) as run:
+        tokens, logits = answer(model, inputs)
+    hidden = inputs["input_ids"] == IMAGE
+    for row, positions in enumerate(run.positions):
+        assert len(positions) == 5
+        hidden[row, torch.from_numpy(positions)] = False
+    with mask_drop(model, hidden, layer=pruner.stage.layer):
+        masked_tokens, masked_logits = answer(model, inputs)
+    assert torch.equal(tokens, masked_tokens)
+    torch.testing.assert_close(logits, masked_logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_keeping_all_is_bit_identical(kind: str, backend: str) -> None:
+    model, inputs = qwen_model(kind, attention=backend), qwen_batch(PADDED)
+    tokens, logits = answer(model, inputs)
+    with prune(model, KeepAll()):
+        kept_tokens, kept_logits = answer(model, inputs)
+    assert torch.equal(tokens, kept_tokens) and torch.equal(logits, kept_logits)
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_kept_tokens_keep_their_three_positions(kind: str) -> None:
+    model, inputs = qwen_model(kind), qwen_batch(ONE)
+    seen: list[Tensor] = []
+    last = compat.text_model(model).layers[-1].self_attn
+    hook = last.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["position_embeddings"][0]), with_kwargs=True
+    )
+    answer(model, inputs)
+    plain, seen[:] = list(seen), []
+    with prune(model, Random(keep=5)) as run:
+        answer(model, inputs)
+    hook.remove()
+    stays = inputs["input_ids"][0] != IMAGE
+    stays[torch.from_numpy(run.positions[0])] = True
+    assert torch.equal(seen[0], plain[0][..., stays, :])
+    assert all(torch.equal(a, b) for a, b in zip(seen[1:], plain[1:], strict=True)) and len(seen) == STEPS
+
+
+def test_layout_of_pictures_of_unlike_shapes() -> None:
+    model, inputs = qwen_model("qwen2_5_vl"), qwen_batch(PADDED)
+
+    class Picture:
+        def __init__(self, *size: int) -> None:
+            self.size = size
+
+    found = layout(model, inputs, [Picture(60, 40), Picture(10, 30), Picture(8, 5)])
+    assert [found.grid(0), found.grid(1, 0), found.grid(1, 1)] == [(4, 6), (3, 2), (5, 4)]
+    assert found.samples[0].box[7].tolist() == [10, 10, 20, 20]
+    assert found.samples[1].box[[0, 5, 6, 25]].tolist() == [[0, 0, 5, 10], [5, 20, 10, 30], [0, 0, 2, 1], [6, 4, 8, 5]]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_run_knows_the_grid_in_generate(kind: str) -> None:
+    model, inputs = qwen_model(kind), qwen_batch(PADDED)
+    with prune(model, Random(keep=5)) as run:
+        answer(model, inputs, num_beams=2)
+    table = run.table()
+    assert table.groupby(["sample", "image"])[["row", "column"]].max().to_numpy().tolist() == [[3, 5], [2, 1], [4, 3]]
+
+
+def test_what_cannot_be_right_is_refused() -> None:
+    inputs = qwen_batch(ONE)
+    early = qwen_model("qwen3_vl")
+    with pytest.raises(DartLabError, match="prune at layer 2 or later"), prune(early, Random(keep=5, layer=1)):
+        early(**inputs)
+    model = qwen_model("qwen2_vl")
+    with pytest.raises(DartLabError, match="cuts an image"):
+        layout(model, {**inputs, "input_ids": inputs["input_ids"][:, :12]})
+    with pytest.raises(DartLabError, match="video"):
+        layout(model, {"input_ids": torch.tensor([[1, VIDEO]])})
