@@ -171,7 +171,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         best, halves = curve["best"], curve["halves"]
         out.append(
             f"{curve['task']}, keep {curve['keep']}: best α {best['value']:g} [{best['low']:g}, {best['high']:g}]; "
-            f"chosen on one half it scores {100 * halves['chosen']:.1f} % on the other, α = 0.5 {100 * halves['middle']:.1f} %"
+            f"chosen on one half it scores {100 * halves['chosen']:.1f} % on the other, "
+            f"α = 0.5 {100 * halves['middle']:.1f} %"
         )
     for row in facts["adaptive"]:
         out.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +47,12 @@ class Bench:
 
 
 def open_bench(
-    options: FigureOptions, *, n: int, keep: Sequence[int] = (), families: Sequence[str] | None = None
+    options: FigureOptions,
+    *,
+    n: int,
+    keep: Sequence[int] = (),
+    methods: Sequence[str] | None = None,
+    families: Sequence[str] | None = None,
 ) -> Bench:
     """Fill in defaults, check what can be checked, and load.
 
@@ -55,6 +60,7 @@ def open_bench(
         options: of the figure.
         n: default number of questions.
         keep: default budgets, in visual tokens.
+        methods: default methods.
         families: kinds of questions of the drawn world. Default: all.
 
     Raises:
@@ -65,7 +71,7 @@ def open_bench(
 
     options = dataclasses.replace(
         options, n=n if options.n is None else options.n, keep=options.keep or tuple(keep) or None,
-        data=options.data or DATA,
+        data=options.data or DATA, methods=options.methods or (None if methods is None else tuple(methods)),
     )  # fmt: skip
     if any(not isinstance(each, int) for each in options.keep or ()):
         raise DartLabError("this figure compares whole numbers of visual tokens; give --keep 128,64")
@@ -75,9 +81,22 @@ def open_bench(
     own = families if options.data == DATA else None
     task = load_task(options.data or DATA, n=options.n, seed=options.seed, families=own)
     vlm = load(options.model)
-    return Bench(
-        options, vlm, task, Depth(layers=vlm.depth, blocks=vlm.feature_blocks, visual=visual_tokens(vlm, task[0]))
-    )
+    depth = Depth(layers=vlm.depth, blocks=vlm.feature_blocks, visual=visual_tokens(vlm, task[0]))
+    return Bench(options, vlm, task, depth)
+
+
+def runnable(bench: Bench, wanted: Mapping[str, Callable[[], Pruner]]) -> tuple[dict[str, Pruner], dict[str, str]]:
+    """The methods that can be built and run on this model, and why the others cannot."""
+    found: dict[str, Pruner] = {}
+    refused: dict[str, str] = {}
+    for label, build in wanted.items():
+        try:
+            pruner = build()
+            answer_all(bench.vlm, [bench.task[0]], {label: pruner}, max_new_tokens=1)
+            found[label] = pruner
+        except DartLabError as error:
+            refused[label] = str(error)
+    return found, refused
 
 
 def visual_tokens(vlm: Any, sample: Sample) -> int:

@@ -70,7 +70,7 @@ def _draw(facts: Mapping[str, Any]) -> Figure:
         0.02, 0.1 / height,
         f"{facts['model']} on {facts['data']}: {facts['n']} questions on {facts['images']} pictures, cut before "
         f"decoder layer {facts['layer']}. Bands and bars: 95 %, bootstrap over pictures.\nBest α: bar = where the "
-        "best α lies when pictures are resampled. Choosing α: learnt on one half of the pictures, judged on the other.\n"
+        "best α lies when pictures are resampled. Choosing α: learnt on one half of the pictures, judged on the rest.\n"
         f"Published: {published['source']}, {published['keep']} of 576 tokens, each score as a share of its best; "
         "another model, other questions.",
         fontsize=7.5, va="bottom",
