@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +64,12 @@ def qwen_batch(prompts: Sequence[Sequence[Grid]]) -> dict[str, Tensor]:
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return {
-        "input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == IMAGE).long(),
-        "pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids),
+    inputs = {
+        "input_ids": ids, "attention_mask": mask, "pixel_values": torch.cat(pixels),
+        "image_grid_thw": torch.tensor(grids),
     }
+    taken = inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
+    return {**inputs, "mm_token_type_ids": (ids == IMAGE).long()} if "mm_token_type_ids" in taken else inputs
 
 
 def words(draw: torch.Generator, count: int) -> list[int]:
