@@ -109,6 +109,19 @@ def branch(r: dict[str, Any]) -> str:
     return "\n".join([head, "", *rows, "", seven])
 
 
+def studies(r: dict[str, Any]) -> str:
+    """What studies.py found."""
+    k, m = r["kills"], r["memory"]
+    return (
+        f"A study of {k['samples']} samples and 4 conditions, killed (SIGKILL) {k['killed']} times at random moments "
+        f"and resumed: same bytes as the uninterrupted one: {k['same_bytes']}; {k['rows']:,} rows, {k['lost']} lost, "
+        f"{k['doubled']} doubled.\n\n"
+        f"{m['samples']:,} samples in {m['blocks']:,} blocks: {m['first_mib']} MiB resident after the first block, "
+        f"{m['last_mib']} MiB after the last; slope over the second half {m['slope_kib_per_1000_samples']} KiB per "
+        "1,000 samples."
+    )
+
+
 def _percent(r: dict[str, Any], length: str, name: str) -> str:
     found = r["percent_of_prefill"][length].get(name)
     return "refused" if found is None else f"{found:.3f}"
@@ -128,7 +141,7 @@ def machine(m: dict[str, Any]) -> str:
     )
 
 
-DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods, "branch": branch}
+DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods, "studies": studies, "branch": branch}
 
 
 if __name__ == "__main__":
