@@ -39,16 +39,14 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
         for path, content in contents.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             ready.append((_temporary_beside(path), path))
-            with ready[-1][0].open("wb") as file:
-                file.write(content)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
+            ready[-1][0].write_bytes(content)
+            if durable:
+                _sync(ready[-1][0], os.O_RDONLY)
         for temporary, path in ready:
             temporary.replace(path)
         if durable:
             for folder in {path.parent for _, path in ready}:
-                _sync_folder(folder)
+                _sync(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError as error:
         raise DartLabError(
             f"{path} cannot be written ({error.strerror or error}); free some space or choose another place"
@@ -59,14 +57,13 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
     return list(contents)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Wait until the disk holds the names in a folder, where the system can tell."""
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _sync(path: Path, how: int) -> None:
+    """Wait until the disk holds a file's bytes, or the names in a folder."""
+    handle = os.open(path, how)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def check_writable(folder: Path) -> None:
