@@ -167,7 +167,7 @@ def test_the_python_of_the_readme_does_what_its_comments_say(capsys: pytest.Capt
     table = scope["run"].table()
     assert (len(scope["run"].kept[0]), len(table), int(table["kept"].sum())) == (64, 576, 64)
     printed = capsys.readouterr().out.splitlines()
-    for columns in (("row", "column", "kept", "score"), ("layer", "query", "key", "mass")):
+    for columns in (("row", "column", "kept", "score"), ("layer", "key", "mass")):
         assert any(all(column in line for column in columns) for line in printed)
 
 
