@@ -4,8 +4,10 @@
 
 Shapes of LLaVA-1.5-7B (32 layers of 4,096 channels; CLIP-L's tower of 1,024), random states. A method's selection is
 everything that it computes from queries, keys and states, over all of its stages; 2,880 tokens before the language
-model are 5 crops. The prefill is 32 times one decoder layer of that length, measured in the same run. Also: DivPrune
-beside a loop that looks at all tokens taken so far in every step, and the largest array of SparseVLM's clustering.
+model are 5 crops. The prefill is 32 times one decoder layer of that length, measured in the same run. Also, beside the
+straightforward reading of the formula: DivPrune and a loop that looks at all tokens taken so far in every step, FastV
+and the whole attention matrix, SparseVLM's clustering and distances from an (m, m, d) array; and the largest array of
+that clustering.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ TOWER_CHANNELS, TOWER_HEADS, CROP = 1024, 16, 576
 BEFORE, AFTER = 35, 60  # text tokens
 SHARE = 9  # one token in nine stays
 CLUSTERED = 600  # deleted tokens that SparseVLM clusters, at most
+NARROW = 256  # channels at which an (m, m, d) array fits into memory
 
 
 def main() -> None:
@@ -66,11 +69,11 @@ def main() -> None:
                          for name, t in own.items() if name != "one layer"}
                 for tokens, own in times.items()
             },
-            "divprune": divprune(options.repeats),
-            "clustering": clustering(),
+            "divprune": divprune(options.repeats), "clustering": clustering(options.repeats),
+            "fastv": fastv(options.repeats),
         }
     print(save("methods", record))
-    print(record["percent_of_prefill"], record["divprune"], record["clustering"])
+    print(record["percent_of_prefill"], record["divprune"], record["clustering"], record["fastv"])
 
 
 class Llm:
@@ -100,7 +103,7 @@ class Llm:
             visual=visual, attended=attended, original=torch.tensor([original]), grid=square(visual.shape[1], 1, 0),
             providers={
                 "image_embeds": lambda: self.states[:, BEFORE : BEFORE + self.tokens],
-                "survives": lambda: torch.zeros(visual.shape, dtype=torch.bool),  # MustDrop's key tokens: none
+                "survives": lambda: attended,  # MustDrop's cache stage: nothing left since
                 **layer_providers(
                     text, self.captured, layer=1, states=self.states, before=0, attended=attended,
                     embeds=lambda: self.states, entered=lambda: self.states, positions=lambda: self.rotary,
@@ -220,13 +223,43 @@ def divprune(repeats: int) -> dict[str, Any]:
     return {"tokens": n, "kept": keep, "same_tokens": ours == loop(), "times": times}
 
 
-def clustering() -> dict[str, Any]:
-    """The largest array that SparseVLM's clustering makes, in numbers, beside m·m·d."""
+def fastv(repeats: int) -> dict[str, Any]:
+    """FastV's choice from one row of attention: ours, and the whole matrix with its last row taken."""
+    llm = Llm(CROP)
+    keep = CROP // SHARE
+    method = fit("fastv", keep=keep, depth=Depth(layers=PUBLISHED_DEPTH, blocks=PUBLISHED_BLOCKS, visual=CROP))
+    visual = torch.arange(BEFORE, BEFORE + CROP)[None]
+
+    def ours() -> list[int]:
+        return list(method(llm.signals(visual, CROP)).keep[0].tolist())
+
+    def matrix() -> list[int]:
+        logits = llm.captured.query @ llm.captured.key.mT * llm.captured.scaling
+        later = torch.ones(llm.length, llm.length, dtype=torch.bool).triu(1)
+        attention = logits.masked_fill(later, float("-inf")).softmax(dim=-1).mean(dim=1)
+        return sorted(attention[0, -1, BEFORE : BEFORE + CROP].topk(keep).indices.tolist())
+
+    times = medians({"one row": ours, "whole matrix": matrix}, repeats)
+    return {"tokens": CROP, "kept": keep, "same_tokens": ours() == matrix(), "times": times}
+
+
+def clustering(repeats: int) -> dict[str, Any]:
+    """SparseVLM's clustering: its largest array in numbers, and its distances beside those from an (m, m, d) array."""
     x, valid = torch.randn(1, CLUSTERED, CHANNELS), torch.ones(1, CLUSTERED, dtype=torch.bool)
     with Largest() as largest:
         dpc_knn(x, torch.tensor([CLUSTERED // 10]), valid)
-    cube = CLUSTERED**2 * CHANNELS
-    return {"points": CLUSTERED, "channels": CHANNELS, "largest_array": largest.numbers, "m_m_d": cube}
+    narrow = x[..., :NARROW]
+    times = medians(
+        {
+            "whole clustering": lambda: dpc_knn(narrow, torch.tensor([CLUSTERED // 10]), valid),
+            "(m, m, d) distances alone": lambda: (narrow[:, :, None] - narrow[:, None]).norm(dim=-1),
+        },
+        repeats,
+    )
+    return {
+        "points": CLUSTERED, "channels": CHANNELS, "largest_array": largest.numbers,
+        "m_m_d": CLUSTERED**2 * CHANNELS, "narrow": NARROW, "times": times,
+    }  # fmt: skip
 
 
 class Largest(TorchDispatchMode):

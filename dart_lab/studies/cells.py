@@ -54,14 +54,16 @@ def cells(study: Study, tasks: Mapping[str, Task] | None = None) -> list[Cell]:
     return out
 
 
-def run_cell(vlm: Any, task: Task, cell: Cell, study: Study) -> tuple[pd.DataFrame, dict[str, float]]:
+def run_cell(
+    vlm: Any, task: Task, cell: Cell, conditions: Conditions, *, max_new_tokens: int
+) -> tuple[pd.DataFrame, dict[str, float]]:
     """Records of a cell, and the seconds it took.
 
     A sample that cannot be answered is recorded with the reason; the others go on. Out of memory halves the batch, then
     the conditions.
     """
     begun = time.perf_counter()
-    conditions, rows = study.conditions(), []
+    rows: list[dict[str, Any]] = []
     samples: list[Sample] = []
     ids: list[str] = []
     for index in range(cell.start, cell.stop):
@@ -74,7 +76,7 @@ def run_cell(vlm: Any, task: Task, cell: Cell, study: Study) -> tuple[pd.DataFra
             rows += _failures([gone], conditions, f"the sample cannot be read: {_line(error)}")
     prepared = time.perf_counter()
     if samples:
-        rows += _answer(vlm, samples, conditions, study.max_new_tokens)
+        rows += _answer(vlm, samples, conditions, max_new_tokens)
     names = list(conditions)
     rows.sort(key=lambda row: (ids.index(row["sample"]), names.index(row["condition"])))
     table = pd.DataFrame(rows, columns=SCHEMA.names).assign(model=cell.model, task=cell.task.label)

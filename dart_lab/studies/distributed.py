@@ -17,6 +17,7 @@ class Worker:
 
     def __init__(self, study: dict[str, Any]) -> None:
         self.study = study_from(study)
+        self.conditions = self.study.conditions()
         self.tasks: dict[str, Any] = {}
         self.name = ""
         self.vlm: Any = None
@@ -31,7 +32,8 @@ class Worker:
             self.facts = {**self.vlm.provenance(), "studied_as": self.name}
         if cell.task.label not in self.tasks:
             self.tasks[cell.task.label] = open_task(cell.task)
-        records, seconds = run_cell(self.vlm, self.tasks[cell.task.label], cell, self.study)
+        task, steps = self.tasks[cell.task.label], self.study.max_new_tokens
+        records, seconds = run_cell(self.vlm, task, cell, self.conditions, max_new_tokens=steps)
         return cell.number, records, seconds, self.facts
 
 

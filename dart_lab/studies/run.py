@@ -138,11 +138,12 @@ def run_here(study: Study, left: Sequence[Cell], tasks: Mapping[str, Task]) -> I
     """Cells one after the other; a model is loaded once."""
     from dart_lab.vlm.load import load
 
-    name, vlm, facts = "", None, {}
+    name, vlm, facts, conditions = "", None, {}, study.conditions()
     for cell in left:
         if vlm is None or cell.model != name:
             vlm = None
             name, vlm = cell.model, load(cell.model)
             facts = {**vlm.provenance(), "studied_as": name}
-        records, seconds = run_cell(vlm, tasks[cell.task.label], cell, study)
+        task = tasks[cell.task.label]
+        records, seconds = run_cell(vlm, task, cell, conditions, max_new_tokens=study.max_new_tokens)
         yield cell.number, records, seconds, facts

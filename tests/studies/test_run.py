@@ -197,7 +197,7 @@ class Loaded:
         self.task = cells_module.open_task(self.cell.task)
 
     def run(self) -> pd.DataFrame:
-        return run_cell(self.vlm, self.task, self.cell, self.study)[0]
+        return run_cell(self.vlm, self.task, self.cell, self.study.conditions(), max_new_tokens=3)[0]
 
 
 @pytest.fixture
