@@ -13,7 +13,7 @@ from dart_lab.displays.style import CHANCE, PALETTE
 from dart_lab.errors import DartLabError
 
 _ROW, _CELL, _NAMES, _GAP = 0.19, 0.52, 1.75, 2.6  # inches: a row, a family, the names, the panel of differences
-_TOP, _BOTTOM = 1.0, 0.75
+_TOP, _BOTTOM = 1.0, 1.05
 _MAP = "cividis"  # even steps of lightness for any colour vision
 _DARK = 0.5  # share of the scale below which numbers are written in white
 
@@ -27,7 +27,7 @@ def draw_method_table(facts: Mapping[str, Any]) -> Figure:
     try:
         groups = _groups(facts)
         families = ["all", *facts["families"]]
-        model, data, n, images = (facts[name] for name in ("model", "data", "n", "images"))
+        model, data, n, images, refused = (facts[name] for name in ("model", "data", "n", "images", "refused"))
     except KeyError as error:
         raise DartLabError(f"the facts of method-table lack {error}; make the figure again") from error
     if not groups:
@@ -49,11 +49,15 @@ def draw_method_table(facts: Mapping[str, Any]) -> Figure:
         cells.set_title(title, loc="left", pad=24 if i == 0 else 4, fontweight="bold")
         _draw_gaps(gaps, group, limits, last=i == len(groups) - 1)
     figure.suptitle("Accuracy under visual-token reduction", x=0.02, ha="left", y=1 - 0.22 / height)
+    absent = ", ".join(dict.fromkeys(label.partition("@")[0] for label in refused)) or "none"
     figure.text(
         0.02, 0.1 / height,
         f"{model} on {data}: {n} questions on {images} pictures, exact match, percent. Right: paired difference to "
         "Random at the same budget,\nin points, 95 % bootstrap over pictures; orange: below Random. "
-        "Methods that cut more than once are matched by layer average (see the facts).",
+        "Methods that cut at several layers are matched\nby layer average where they reach it, "
+        "all others by tokens kept; the facts hold both averages.\n"
+        "Coarse picture: all tokens, of a picture with as many pixels. "
+        f"Not run (the facts say why): {absent}.",
         fontsize=7.5, va="bottom",
     )  # fmt: skip
     return figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,9 @@ def test_a_small_model_from_nothing_to_the_picture_and_again_from_its_records(tm
     assert counts.loc["unpruned", "got"] == 16 and counts.loc["none kept", "got"] == 0
     assert len(table) == 6 * (3 + 2 * (4 + 1))  # floors and unpruned; random, three methods and coarse pictures
     assert any("vla-pruner@6" in line and "history" in line.lower() for line in said)
+    facts = json.loads(paths[1].read_text(encoding="utf-8"))
+    notes = "".join(text.get_text() for text in FIGURE.draw(table, facts).texts)
+    assert "Not run (the facts say why): vla-pruner." in notes
     pyramid = table[table["condition"] == "pyramiddrop@6"].iloc[0]
     assert pyramid["processed"] == pytest.approx((2 * 16 + 4 * 6) / 6, abs=1)
 
