@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pandas as pd
 
 from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec
 from dart_lab.displays.method_table import draw_method_table
-from dart_lab.errors import DartLabError
-from dart_lab.pruners.base import Pruner
-from dart_lab.pruners.fitting import BUDGETLESS, Depth, fit
+from dart_lab.pruners.fitting import BUDGETLESS, fit
 from dart_lab.pruners.registry import pruner_names
 from dart_lab.studies.answering import answer_all
 from dart_lab.studies.comparison import differences
@@ -21,14 +19,14 @@ from dart_lab.studies.scores import score_table
 from dart_lab.tasks.base import Sample
 from dart_lab.tasks.coarse import coarse
 
+from .sweep import DATA, NONE_KEPT, UNPRUNED, interval, open_bench, runnable
+
 KEEP = (192, 128, 64)
 SAMPLES = 140
-DATA = "shapes"
-UNPRUNED, NONE_KEPT, BLIND, RANDOM = "unpruned", "none kept", "blind floor", "random"
+BLIND, RANDOM = "blind floor", "random"
 COARSE = "coarse picture"  # all tokens, of a picture with as many pixels as `keep` of them show
 BLIND_SHIFT = 1_000_003  # seed of the pictures on which the blind floor learns its answers, away from the task's own
 OVERALL = "all"
-_ENDS = ("value", "low", "high")
 
 
 def compute(options: FigureOptions, progress: bool) -> FigureData:
@@ -42,64 +40,26 @@ def compute(options: FigureOptions, progress: bool) -> FigureData:
         DartLabError: an unknown method, model or task; fewer than two samples; ratios in place of whole numbers.
     """
     from dart_lab.tasks import load_task
-    from dart_lab.vlm.load import check_model_name, load
 
-    options = dataclasses.replace(
-        options, keep=options.keep or KEEP, n=options.n or SAMPLES, data=options.data or DATA,
-        methods=options.methods or tuple(name for name in pruner_names() if name not in BUDGETLESS),
-    )  # fmt: skip
-    budgets = [int(keep) for keep in options.keep or () if isinstance(keep, int)]
-    if len(budgets) != len(options.keep or ()) or (options.n or 0) < 2:
-        raise DartLabError("method-table needs whole numbers of visual tokens for keep, and two questions at least")
-    check_model_name(options.model)
-    task = load_task(options.data or DATA, n=options.n, seed=options.seed)
-    vlm = load(options.model)
-    tokens = visual_tokens(vlm, task[0])
-    depth = Depth(layers=vlm.depth, blocks=vlm.feature_blocks, visual=tokens)
-    none = fit("none-kept", keep=0, depth=depth, layer=options.layer)
-    conditions: dict[str, Pruner | None] = {UNPRUNED: None, NONE_KEPT: none}
-    refused: dict[str, str] = {}
-    for name in dict.fromkeys((RANDOM, *(options.methods or ()))):
-        for keep in budgets:
-            label = f"{name}@{keep}"
-            try:
-                conditions[label] = tried(
-                    vlm, task[0], fit(name, keep=keep, depth=depth, layer=options.layer, seed=options.seed)
-                )
-            except DartLabError as error:
-                refused[label] = str(error)
-    records = answer_all(vlm, task, conditions, batch_size=options.batch_size, progress=progress)
-    shrunk = [
-        answer_all(vlm, coarse(task, share=keep / tokens), {f"{COARSE}@{keep}": None}, batch_size=options.batch_size)
+    every = tuple(name for name in pruner_names() if name not in BUDGETLESS)
+    bench = open_bench(options, n=SAMPLES, keep=KEEP, methods=every)
+    o, task, depth = bench.options, bench.task, bench.depth
+    budgets = [int(keep) for keep in o.keep or ()]
+    wanted = {
+        f"{name}@{keep}": partial(fit, name, keep=keep, depth=depth, layer=o.layer, seed=o.seed)
+        for name in dict.fromkeys((RANDOM, *(o.methods or ())))
         for keep in budgets
-    ]
-    learnt = task
-    if task.name == DATA:
-        learnt = load_task(DATA, n=2 * len(task), seed=options.seed + BLIND_SHIFT)
-    records = pd.concat([blind_records(task, learnt), records, *shrunk], ignore_index=True)
-    facts = {
-        "command": f"dart-lab figure method-table --model {options.model} --data {options.data} "
-        f"--methods {','.join(options.methods or ())} --keep {','.join(map(str, budgets))} --layer {options.layer} "
-        f"--n {options.n} --seed {options.seed}",
-        "model": options.model, "data": task.name, "n": len(task), "layer": options.layer, "seed": options.seed,
-        "visual": tokens, "provenance": vlm.provenance(), "task": task.provenance(),
-        "budgets": budgets, "refused": refused,
-        **measure(records, seed=options.seed),
-    }  # fmt: skip
-    return FigureData(records, facts)
-
-
-def tried(vlm: Any, sample: Sample, pruner: Pruner) -> Pruner:
-    """The method, if the model can run under it. Raises its `DartLabError` otherwise."""
-    answer_all(vlm, [sample], {pruner.name: pruner}, max_new_tokens=1)
-    return pruner
-
-
-def visual_tokens(vlm: Any, sample: Sample) -> int:
-    """Visual tokens of one picture."""
-    from dart_lab.vlm.locate import layout
-
-    return len(layout(vlm, vlm.prepare([sample.image], [sample.question])).samples[0])
+    }
+    found, refused = runnable(bench, wanted)
+    none = fit("none-kept", keep=0, depth=depth, layer=o.layer)
+    records = [bench.answers({UNPRUNED: None, NONE_KEPT: none, **found}, progress)]
+    for keep in budgets:
+        small = coarse(task, share=keep / depth.visual)
+        records.append(answer_all(bench.vlm, small, {f"{COARSE}@{keep}": None}, batch_size=o.batch_size))
+    learnt = load_task(DATA, n=2 * len(task), seed=o.seed + BLIND_SHIFT) if task.name == DATA else task
+    table = pd.concat([blind_records(task, learnt), *records], ignore_index=True)
+    facts = {**bench.facts("method-table"), "budgets": budgets, "refused": refused, **measure(table, seed=o.seed)}
+    return FigureData(table, facts)
 
 
 def blind_records(samples: Sequence[Sample], learnt: Sequence[Sample]) -> pd.DataFrame:
@@ -152,8 +112,8 @@ def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm:
     for condition in overall.index:
         method, _, keep = condition.partition("@")
         own = by_family[by_family["condition"] == condition]
-        accuracy = {OVERALL: _interval(overall.loc[condition])}
-        accuracy |= {row["family"]: _interval(row) for _, row in own.iterrows()}
+        accuracy = {OVERALL: interval(overall.loc[condition])}
+        accuracy |= {row["family"]: interval(row) for _, row in own.iterrows()}
         rows.append(
             {
                 "condition": condition, "method": method, "keep": int(keep) if keep else None, "accuracy": accuracy,
@@ -169,7 +129,7 @@ def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm:
             )
             for _, gap in gaps.iterrows():
                 found[gap["condition"]]["minus_random"] = {
-                    **_interval(gap), "p": float(gap["p"]), "p_holm": float(gap["p_holm"])
+                    **interval(gap), "p": float(gap["p"]), "p_holm": float(gap["p_holm"])
                 }  # fmt: skip
                 found[gap["condition"]]["below_random"] = bool(gap["high"] < 0)
     if NONE_KEPT in found:
@@ -190,7 +150,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         cells += [f"{row['processed']:.0f}", f"{row['output']:.0f}"]
         cells += [_percent(row["accuracy"].get(family)) for family in families]
         gap = row.get("minus_random")
-        cells.append("" if gap is None else "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * gap[end] for end in _ENDS)))
+        cells.append("" if gap is None else _points(gap))
         notes = ["below Random"] if row.get("below_random") else []
         notes += ["not above none kept"] if row.get("above_none") is False else []
         out.append("| " + " | ".join([*cells, "; ".join(notes)]) + " |")
@@ -199,8 +159,8 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
     return [*out, f"below Random (95 % interval of the paired difference): {', '.join(below) or 'none'}"]
 
 
-def _interval(row: Any) -> dict[str, float]:
-    return {name: float(row[name]) for name in _ENDS}
+def _points(gap: Mapping[str, float]) -> str:
+    return f"{100 * gap['value']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"
 
 
 def _percent(stat: Mapping[str, float] | None) -> str:

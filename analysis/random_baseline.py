@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -11,7 +12,6 @@ from matplotlib.figure import Figure
 from dart_lab.displays.curves import Dots, caption, dots_height, draw_dots
 from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec
 from dart_lab.errors import DartLabError
-from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.fitting import BUDGETLESS, fit
 from dart_lab.pruners.registry import pruner_names
 from dart_lab.studies.comparison import differences, holm
@@ -38,13 +38,11 @@ def compute(options: FigureOptions, progress: bool) -> FigureData:
         raise DartLabError(f"random-baseline is about one budget, got {list(o.keep or ())}; give --keep 64")
     keep = int((o.keep or KEEP)[0])
     wanted = {
-        name: (lambda name=name: fit(name, keep=keep, depth=bench.depth, layer=o.layer, seed=o.seed))
+        name: partial(fit, name, keep=keep, depth=bench.depth, layer=o.layer, seed=o.seed)
         for name in dict.fromkeys([*BASELINES, *(o.methods or ())])
     }
-    conditions: dict[str, Pruner | None] = {}
     found, refused = runnable(bench, wanted)
-    conditions |= found
-    records = bench.answers(conditions, progress)
+    records = bench.answers(found, progress)
     facts = {**bench.facts("random-baseline"), "keep": keep, "refused": refused, **measure(records, seed=o.seed)}
     return FigureData(records, facts)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -54,25 +54,30 @@ def answer_all(
             vlm, inputs, list(conditions.values()), max_new_tokens=max_new_tokens, share=share, memory=memory
         )
         for name, one in zip(conditions, found, strict=True):
-            rows += _rows(batch, name, one, vlm.words(one.tokens), vlm.depth)
+            texts = vlm.words(one.tokens)
+            rows += [
+                record_of(sample, name, text, one, number, vlm.depth)
+                for number, (sample, text) in enumerate(zip(batch, texts, strict=True))
+            ]
     return pd.DataFrame(rows)
 
 
-def _rows(batch: Sequence[Sample], name: str, one: Branch, texts: list[str], depth: int) -> Iterator[dict[str, Any]]:
-    for number, (sample, text) in enumerate(zip(batch, texts, strict=True)):
-        layers = one.run.samples[number].layer_counts(depth)
-        yield {
-            "condition": name,
-            "sample": sample.id,
-            "image_id": sample.image_id or sample.id,
-            "family": sample.family,
-            "question": sample.question,
-            "prediction": text,
-            "answer": sample.answer,
-            "correct": float(is_right(text, sample.answer)),
-            "visual": len(one.run.samples[number].tokens),
-            "asked": one.run.asked[number],
-            "got": one.run.got[number],
-            "processed": sum(layers) / depth,
-            "output": sum([*layers[1:], layers[-1]]) / depth,
-        }
+def record_of(sample: Sample, condition: str, text: str, one: Branch, number: int, depth: int) -> dict[str, Any]:
+    """The record of one answer: `text` is what sample `number` of the batch answered in branch `one`."""
+    seen = one.run.samples[number]
+    layers = seen.layer_counts(depth)
+    return {
+        "condition": condition,
+        "sample": sample.id,
+        "image_id": sample.image_id or sample.id,
+        "family": sample.family,
+        "question": sample.question,
+        "prediction": text,
+        "answer": sample.answer,
+        "correct": float(is_right(text, sample.answer)),
+        "visual": len(seen.tokens),
+        "asked": one.run.asked[number],
+        "got": one.run.got[number],
+        "processed": sum(layers) / depth,
+        "output": sum([*layers[1:], layers[-1]]) / depth,
+    }

@@ -12,11 +12,11 @@ import torch
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
+from dart_lab.studies.answering import record_of
 from dart_lab.studies.branch import Branch, branch
 from dart_lab.studies.plan import Study, TaskSpec
 from dart_lab.studies.store import SCHEMA
 from dart_lab.tasks.base import Sample, Task, load_task
-from dart_lab.tasks.scoring import is_right
 
 TIE = 1e-3  # an answer whose first token leads by less may come out otherwise in another batch or precision
 _MARGIN_DIGITS = 4  # margins are rounded, so that the size of a batch does not show in the bytes
@@ -124,17 +124,9 @@ def _rows(samples: Sequence[Sample], name: str, one: Branch, texts: list[str], d
         if margin != margin:
             rows += _failures([sample], {name: None}, "the model's logits are NaN")
             continue
-        layers = one.run.samples[number].layer_counts(depth)
         rows.append(
             {
-                **_named(sample, name),
-                "prediction": text,
-                "correct": float(is_right(text, sample.answer)),
-                "visual": len(one.run.samples[number].tokens),
-                "asked": one.run.asked[number],
-                "got": one.run.got[number],
-                "processed": sum(layers) / depth,
-                "output": sum([*layers[1:], layers[-1]]) / depth,
+                **record_of(sample, name, text, one, number, depth),
                 "shared": one.shared,
                 "reason": one.reason,
                 "margin": round(margin, _MARGIN_DIGITS),
