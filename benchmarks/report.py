@@ -62,23 +62,28 @@ def methods(r: dict[str, Any]) -> str:
     names = sorted({name for own in r["percent_of_prefill"].values() for name in own})
     rows = [f"| {name} | " + " | ".join(_percent(r, length, name) for length in lengths) + " |" for name in names]
     layers = ", ".join(f"{r['times_by_tokens'][n]['one layer']['median_ms']:,.0f} ms at {n}" for n in lengths)
-    greedy, points = r["divprune"]["times"], r["clustering"]
-    loop = greedy["loop over all taken"]["median_ms"] / greedy["one pass a step"]["median_ms"]
-    double = greedy["twice as many"]["median_ms"] / greedy["one pass a step"]["median_ms"]
+    greedy, points, one = r["divprune"]["times"], r["clustering"], r["fastv"]
+    loop = _ratio(greedy, "loop over all taken", "one pass a step")
+    double = _ratio(greedy, "twice as many", "one pass a step")
+    matrix = _ratio(one["times"], "whole matrix", "one row")
+    cube = _ratio(points["times"], "(m, m, d) distances alone", "whole clustering")
     prefill = (
         f"Selection of every method, all its stages together, in percent of the prefill of {r['layers']} layers of "
         f"{r['channels']:,} channels ({r['dtype']}, {r['kept_share']} of the visual tokens kept, {r['text_tokens']} "
-        f"text tokens; one layer takes {layers})."
+        f"text tokens; one layer takes {layers}; medians of {r['repeats']} runs)."
     )
     checks = (
         f"DivPrune's choice of {r['divprune']['kept']} of {r['divprune']['tokens']:,} tokens is {loop:.1f} times "
         f"faster than a loop over all tokens taken so far (same tokens: {r['divprune']['same_tokens']}), and "
         f"{double:.1f} times slower for twice as many. SparseVLM's clustering of {points['points']} tokens of "
         f"{points['channels']:,} channels makes no array of more than {points['largest_array']:,} numbers; (m, m, d) "
-        f"would be {points['m_m_d']:,}."
+        f"would be {points['m_m_d']:,}; of {points['narrow']} channels, the distances from such an array alone take "
+        f"{cube:.1f} times as long as the whole clustering. FastV's choice of {one['kept']} of {one['tokens']} tokens "
+        f"from one row of attention is {matrix:.0f} times faster than from the whole matrix (same tokens: "
+        f"{one['same_tokens']})."
     )
     head = ["| method | " + " | ".join(f"{n} tokens" for n in lengths) + " |", "|---|" + "---|" * len(lengths)]
-    refused = [f"{name}: {why}." for name, why in r["refused"].items()]
+    refused = [f"{name}: {why.removeprefix(f'{name}: ')}." for name, why in r["refused"].items()]
     return "\n".join([prefill, "", *head, *rows, "", *refused, "", checks])
 
 
@@ -120,6 +125,10 @@ def studies(r: dict[str, Any]) -> str:
         f"{m['last_mib']} MiB after the last; slope over the second half {m['slope_kib_per_1000_samples']} KiB per "
         "1,000 samples."
     )
+
+
+def _ratio(times: dict[str, Any], one: str, other: str) -> float:
+    return float(times[one]["median_ms"] / times[other]["median_ms"])
 
 
 def _percent(r: dict[str, Any], length: str, name: str) -> str:
