@@ -119,15 +119,13 @@ class FiCoCoLLayer(Pruner):
         `(batch, t, n)`; 0 where there is no token. The last is read only by the released formula.
         """
         of = "attention" if self.method.formula == "paper" else "attention_logits"
-        visual = signals.attention_to_visual(signals.visual, of=of).mean(dim=1)
-        visual = visual.masked_fill(~signals.valid[:, :, None], 0.0)
         text, real = signals.text, (signals.text != PAD)[:, :, None]
-        from_text = signals.attention_to_visual(text, of=of).mean(dim=1).masked_fill(~real, 0.0)
+        rows = signals.mean_attention(signals.visual, of=of).masked_fill(~signals.valid[:, :, None], 0.0)
+        from_text = signals.at_visual(signals.mean_attention(text, of=of)).masked_fill(~real, 0.0)
         if of == "attention":
-            return visual, from_text, from_text
-        rows = signals.attention(signals.visual, of=of).mean(dim=1)
+            return signals.at_visual(rows), from_text, from_text
         to_text = rows.gather(2, text.clamp(min=0)[:, None].expand(-1, rows.shape[1], -1)).mT
-        return visual, from_text, to_text.masked_fill(~real | ~signals.valid[:, None], 0.0)
+        return signals.at_visual(rows), from_text, to_text.masked_fill(~real | ~signals.valid[:, None], 0.0)
 
 
 def filter_paper(visual: Tensor, from_text: Tensor, signals: Signals, method: FiCoCoL) -> Tensor:

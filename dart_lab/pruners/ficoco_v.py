@@ -128,10 +128,10 @@ class FiCoCoVBlock(Pruner):
         balance = self.method.balance
         pair = patches[:, :, None] & patches[:, None, :]
         if self.method.formula == "paper":
-            maps = signals.attention_to_visual(signals.visual).mean(dim=1)
+            maps = signals.at_visual(signals.mean_attention(signals.visual))
             received = maps.masked_fill(~pair, 0.0).sum(dim=1) / patches.sum(dim=1, keepdim=True)
             return balance * received - (1 - balance) * class_term(signals, patches, maps), maps
-        logits = signals.attention_to_visual(signals.visual, of="attention_logits").mean(dim=1)
+        logits = signals.at_visual(signals.mean_attention(signals.visual, of="attention_logits"))
         mean = logits.masked_fill(~pair, 0.0).sum(dim=2) / patches.sum(dim=1, keepdim=True)
         cls = class_term(signals, patches, logits)
         score = (1 - balance) * unit_length(mean, patches) - balance * unit_length(cls, patches)

@@ -145,6 +145,19 @@ class Signals:
         index = self.visual.clamp(min=0)[:, None, None, :].expand(-1, rows.shape[1], rows.shape[2], -1)
         return torch.gather(rows, 3, index).masked_fill(~self.valid[:, None, None, :], 0.0)
 
+    def mean_attention(self, queries: Tensor, *, of: str = "attention", rows_at_once: int = 256) -> Tensor:
+        """Attention rows of many queries, mean over heads: `(batch, q)` → `(batch, q, sequence)` float32.
+
+        A block of rows at a time, so that no heads × queries × sequence array is held.
+        """
+        parts = [self.attention(rows, of=of).mean(dim=1) for rows in queries.split(rows_at_once, dim=1)]
+        return torch.cat(parts, dim=1)
+
+    def at_visual(self, rows: Tensor) -> Tensor:
+        """Columns of the visual tokens: `(batch, q, sequence)` → `(batch, q, n)`, 0 at padding."""
+        index = self.visual.clamp(min=0)[:, None, :].expand(-1, rows.shape[1], -1)
+        return rows.gather(2, index).masked_fill(~self.valid[:, None, :], 0.0)
+
     def generator(self, sample: int, seed: int) -> torch.Generator:
         """A CPU generator for one sample: depends on `seed` and on the sample, not on the batch it came in."""
         own = sample if self.sample_seeds is None else self.sample_seeds()[sample]
