@@ -1,7 +1,8 @@
 """FiCoCo's released steps: what is discarded, in which order, who receives it; the defects of its bookkeeping replayed.
 
 The released code lets a discarded token receive, and in the vision form addresses recipients by an index that has
-moved. Both are undone here from our own recipients, so that everything else is compared exactly.
+moved. Both are undone here from our own recipients, so that everything else is compared exactly. The pruners themselves
+must rank the tokens as recorded; whom they keep and whom they let receive is theirs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from dart_lab.pruners.ficoco import local_penalty, most_redundant, recipients, unit_length
-from dart_lab.pruners.ficoco_l import FiCoCoL, correlate_released, filter_released
+from dart_lab.pruners.ficoco_l import FiCoCoL, FiCoCoLLayer, correlate_released, filter_released
+from dart_lab.pruners.ficoco_v import FiCoCoV, FiCoCoVBlock
 from dart_lab.pruners.reduction import PAD
 from dart_lab.pruners.signals import Signals
 from dart_lab.pruners.windows import window_of
@@ -42,14 +44,35 @@ def check_vision(case: Case) -> None:
     out, size = add_up(states[rest], states[gone], moved, weight[0])
     torch.testing.assert_close(out / size[:, None], want["step0_out"], atol=case.record["tolerance"]["out"], rtol=0)
     torch.testing.assert_close(size, want["step0_size"], atol=1e-5, rtol=0)
+    method = FiCoCoV(keep=n - 1 - r, blocks=1, balance=balance, formula="released")
+    signals = Signals.of(
+        visual=torch.arange(n)[None],
+        attention_logits=maps[None, None],
+        grid=square_grid(n - 1),
+        class_token=torch.tensor([0]),
+    )
+    ours = FiCoCoVBlock(keep=n - 1 - r, step=0, method=method)(signals)
+    assert torch.equal(ours.keep[0], want["step0_remain_indices"].sort().values)
+    assert ranked(ours.score[0, 1:], r).add(1).tolist() == want["step0_merge_indices"].tolist()
 
 
 def pairs_of_pairs(patches: int) -> Tensor:
     """The 2 × 2 window of every patch of a square grid, behind a class token that is in none."""
+    grid = square_grid(patches)[:, 1:]
+    window = window_of(Signals.of(visual=torch.arange(patches)[None], grid=grid), (2, 2))
+    return torch.cat([torch.full((1, 1), PAD), window], dim=1)
+
+
+def square_grid(patches: int) -> Tensor:
+    """`(1, 1 + patches, 4)`: image, frame, row and column; the class token, in front, is in no row or column."""
     side, cell = int(patches**0.5), torch.arange(patches)
     grid = torch.stack([cell * 0, cell * 0, cell // side, cell % side], dim=1)
-    window = window_of(Signals.of(visual=cell[None], grid=grid[None]), (2, 2))
-    return torch.cat([torch.full((1, 1), PAD), window], dim=1)
+    return torch.cat([torch.tensor([[0, 0, PAD, PAD]]), grid])[None]
+
+
+def ranked(score: Tensor, count: int) -> Tensor:
+    """The first tokens to go, by a pruner's score (smallest first)."""
+    return score.argsort(stable=True)[:count]
 
 
 def check_language(case: Case) -> None:
@@ -58,7 +81,7 @@ def check_language(case: Case) -> None:
     visual, to_text, from_text = maps[:, :n, :n], maps[:, :n, n:].mT, maps[:, n:, :n]
     signals = Signals.of(visual=torch.arange(n)[None], attention_logits=maps[:, None])
     assert int((signals.text != -1).sum()) == text
-    method = FiCoCoL(keep=n - p["r"], balance=p["alpha"], direct=p["gamma"], formula="released")
+    method = FiCoCoL(keep=n - p["r"], layers=1, balance=p["alpha"], direct=p["gamma"], formula="released")
     score = filter_released(visual, to_text, signals, method)
     allowed = torch.ones(1, n, dtype=torch.bool)
     allowed[:, 0] = not p["include_class_token"]
@@ -74,6 +97,10 @@ def check_language(case: Case) -> None:
     torch.testing.assert_close(rows.gather(2, column)[0], want["weights_of_merged"], atol=1e-5, rtol=0)
     out, _ = add_up(states[:n], states[gone[0]], column[0], weight[0])  # what went to discarded ones is lost
     torch.testing.assert_close(out[kept], want["out"], atol=case.record["tolerance"]["out"], rtol=0)
+    ours = FiCoCoLLayer(keep=method.keep, step=0, method=method)(signals)
+    order = ranked(ours.score[0], n)
+    order = order[allowed[0, order]]  # the released code protects the first token; the package does not
+    assert order[: p["r"]].tolist() == want["merge_indices"].tolist()
 
 
 def add_up(kept: Tensor, gone: Tensor, slot: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
