@@ -14,7 +14,7 @@ from dart_lab.displays.method_table import draw_method_table
 from dart_lab.pruners.fitting import BUDGETLESS, fit
 from dart_lab.pruners.registry import pruner_names
 from dart_lab.studies.answering import answer_all
-from dart_lab.studies.comparison import differences
+from dart_lab.studies.comparison import differences, holm
 from dart_lab.studies.scores import score_table
 from dart_lab.tasks.base import Sample
 from dart_lab.tasks.coarse import coarse
@@ -27,6 +27,7 @@ BLIND, RANDOM = "blind floor", "random"
 COARSE = "coarse picture"  # all tokens, of a picture with as many pixels as `keep` of them show
 BLIND_SHIFT = 1_000_003  # seed of the pictures on which the blind floor learns its answers, away from the task's own
 OVERALL = "all"
+LEVEL = 0.05  # of Holm's correction over the whole table
 
 
 def compute(options: FigureOptions, progress: bool) -> FigureData:
@@ -65,29 +66,54 @@ def compute(options: FigureOptions, progress: bool) -> FigureData:
 def blind_records(samples: Sequence[Sample], learnt: Sequence[Sample]) -> pd.DataFrame:
     """Answers without a picture: for each question the most frequent answer to its words on other pictures.
 
-    A question that did not occur there gets the most frequent answer of its family; of answers as frequent, the first
-    in the alphabet.
+    A question that did not occur there gets the most frequent answer of its family, then of all questions; of answers
+    as frequent, the first in the alphabet. Questions on the sample's own picture never count, so that a task may learn
+    from itself.
     """
-    by_question: dict[str, Counter[str]] = {}
-    by_family: dict[str, Counter[str]] = {}
-    own = {sample.image_id for sample in samples}
+    everything, own = _Answers(), {_image(sample): _Answers() for sample in samples}
     for sample in learnt:
-        if sample.image_id not in own:
-            by_question.setdefault(sample.question, Counter())[sample.answer] += 1
-            by_family.setdefault(sample.family, Counter())[sample.answer] += 1
+        everything.add(sample)
+        if _image(sample) in own:
+            own[_image(sample)].add(sample)
     rows = []
     for sample in samples:
-        seen = by_question.get(sample.question) or by_family.get(sample.family) or Counter({"": 1})
-        guess = min(seen, key=lambda answer: (-seen[answer], answer))
+        guess = everything.guess(sample, without=own[_image(sample)])
         rows.append(
             {
-                "condition": BLIND, "sample": sample.id, "image_id": sample.image_id or sample.id,
+                "condition": BLIND, "sample": sample.id, "image_id": _image(sample),
                 "family": sample.family, "prediction": guess, "answer": sample.answer,
                 "correct": float(guess == sample.answer), "visual": 0, "asked": 0, "got": 0,
                 "processed": 0.0, "output": 0.0,
             }
         )  # fmt: skip
     return pd.DataFrame(rows)
+
+
+class _Answers:
+    """How often each answer occurs, by question, by family and in all."""
+
+    def __init__(self) -> None:
+        self.counts: dict[tuple[str, str], Counter[str]] = {}
+
+    def add(self, sample: Sample) -> None:
+        for key in self._keys(sample):
+            self.counts.setdefault(key, Counter())[sample.answer] += 1
+
+    def guess(self, sample: Sample, *, without: _Answers) -> str:
+        """The most frequent answer, counts of `without` taken away; empty if nothing is left."""
+        for key in self._keys(sample):
+            seen = self.counts.get(key, Counter()) - without.counts.get(key, Counter())
+            if seen:
+                return min(seen, key=lambda answer: (-seen[answer], answer))
+        return ""
+
+    @staticmethod
+    def _keys(sample: Sample) -> list[tuple[str, str]]:
+        return [("question", sample.question), ("family", sample.family), ("all", "")]
+
+
+def _image(sample: Sample) -> str:
+    return sample.image_id or sample.id
 
 
 def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm: int = 1999) -> dict[str, Any]:
@@ -102,8 +128,9 @@ def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm:
     Returns:
         `families`, `rows`: one entry a condition, with `method`, `keep`, `accuracy` (family → value, low, high; "all"
         is the mean over questions), `asked`, `got`, `processed`, `output`, and where Random has the same budget
-        `minus_random` (value, low, high, p, p_holm) and `below_random`: the interval lies below 0; `above_none`: the
-        interval of the difference to "none kept" lies above 0.
+        `minus_random` (value, low, high, p, and p_holm over all rows of the table), `below_random`: the 95 % interval
+        lies below 0, and `below_random_holm`: Holm's correction leaves it so (p_holm < 0.05); `above_none`: the
+        interval of the difference to "none kept" lies above 0. Random is one draw, by one seed.
     """
     overall = score_table(records, seed=seed, n_boot=n_boot).set_index("condition")
     by_family = score_table(records, by=("condition", "family"), seed=seed, n_boot=n_boot)
@@ -128,10 +155,12 @@ def measure(records: pd.DataFrame, *, seed: int = 0, n_boot: int = 1000, n_perm:
                 records[records["condition"].isin(same)], f"{RANDOM}@{keep}", seed=seed, n_boot=n_boot, n_perm=n_perm
             )
             for _, gap in gaps.iterrows():
-                found[gap["condition"]]["minus_random"] = {
-                    **interval(gap), "p": float(gap["p"]), "p_holm": float(gap["p_holm"])
-                }  # fmt: skip
+                found[gap["condition"]]["minus_random"] = {**interval(gap), "p": float(gap["p"])}
                 found[gap["condition"]]["below_random"] = bool(gap["high"] < 0)
+    compared = [row for row in rows if "minus_random" in row]
+    for row, p in zip(compared, holm([row["minus_random"]["p"] for row in compared]), strict=True):
+        row["minus_random"]["p_holm"] = float(p)
+        row["below_random_holm"] = row["below_random"] and bool(p < LEVEL)
     if NONE_KEPT in found:
         rest = records[~records["condition"].isin([BLIND])]
         for _, gap in differences(rest, NONE_KEPT, seed=seed, n_boot=n_boot, n_perm=1).iterrows():
@@ -151,12 +180,20 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         cells += [_percent(row["accuracy"].get(family)) for family in families]
         gap = row.get("minus_random")
         cells.append("" if gap is None else _points(gap))
-        notes = ["below Random"] if row.get("below_random") else []
+        notes = []
+        if row.get("below_random"):
+            notes.append("below Random" if row["below_random_holm"] else "below Random (not after Holm)")
         notes += ["not above none kept"] if row.get("above_none") is False else []
         out.append("| " + " | ".join([*cells, "; ".join(notes)]) + " |")
     out += [f"{label}: {why}" for label, why in facts["refused"].items()]
     below = [row["condition"] for row in facts["rows"] if row.get("below_random")]
-    return [*out, f"below Random (95 % interval of the paired difference): {', '.join(below) or 'none'}"]
+    sure = [row["condition"] for row in facts["rows"] if row.get("below_random_holm")]
+    compared = sum("minus_random" in row for row in facts["rows"])
+    return [
+        *out,
+        f"below Random (95 % interval of the paired difference): {', '.join(below) or 'none'}",
+        f"of these after Holm's correction over {compared} comparisons: {', '.join(sure) or 'none'}",
+    ]
 
 
 def _points(gap: Mapping[str, float]) -> str:

@@ -129,8 +129,8 @@ def draw(table: pd.DataFrame, facts: Mapping[str, Any]) -> Figure:
     figure.suptitle(title, x=0.02, ha="left", y=1 - 0.15 / height)
     rest = (
         "Paired differences on the same questions; orange triangle: the interval lies below zero. A family counts "
-        "where its own interval does.\nMethods in front of the language model keep their tokens from layer 0 on and "
-        "spend less."
+        "where its own interval does, uncorrected for their number.\nMethods in front of the language model keep their "
+        "tokens from layer 0 on and spend less."
     )
     figure.text(0.02, 0.1 / height, caption(facts, rest), fontsize=7.5, va="bottom")
     return figure

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dart_lab import __version__
-from dart_lab.errors import DartLabError, DartLabWarning, did_you_mean
+from dart_lab.errors import DartLabError, DartLabWarning, StorageError, did_you_mean
 from dart_lab.studies.command import app as study_app
 
 if TYPE_CHECKING:
     from dart_lab.pruners.base import Pruner
 
-_DEFAULT_KEEP = "64"
+_DEFAULT_KEEP, _DEFAULT_LAYER = "64", 2
 _DONE, _FAILED, _INPUT_AT_FAULT, _STOPPED = 0, 1, 2, 130
 _WHERE = {
     "VIT_BLOCK": "inside vision block {}", "VISION_OUT": "after the vision tower", "PROJECTED": "after the projector",
@@ -36,7 +36,7 @@ _KINDS = ("methods", "models", "figures", "tasks")
 
 app = typer.Typer(
     name="dart-lab",
-    epilog="Examples:  dart-lab figure position-bias   |   dart-lab prune photo.jpg 'What is on the left?' --keep 64",
+    epilog="Examples:  dart-lab figure position-bias   |   dart-lab prune photo.jpg 'Is there a red square?' --keep 64",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -49,8 +49,9 @@ app.add_typer(study_app, name="study")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `dart-lab` and exit with its code; errors are one line on stderr."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    show_traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
+    end = words.index("--") if "--" in words else len(words)
+    show_traceback = "--traceback" in words[:end]
+    words = [word for word in words[:end] if word != "--traceback"] + words[end:]
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -81,7 +82,7 @@ def _run(words: list[str], show_traceback: bool) -> int:
         if show_traceback:
             traceback.print_exc()
         _say(_one_line(str(error)))
-        return _INPUT_AT_FAULT
+        return _FAILED if isinstance(error, StorageError) else _INPUT_AT_FAULT
     except Exception as error:  # noqa: BLE001 (the last resort, said in one line)
         if show_traceback:
             traceback.print_exc()
@@ -147,14 +148,16 @@ def figure(
             typer.echo(path)
 
 
-@app.command(epilog="Example:  dart-lab prune photo.jpg 'What is on the left?' --method fastv --save kept.png")
+@app.command(epilog="Example:  dart-lab prune photo.jpg 'Is there a red square?' --method fastv --save kept.png")
 def prune(
     image: Annotated[Path, typer.Argument(help="Picture: JPEG, PNG, WebP …")],
     question: Annotated[str, typer.Argument(help="Question about the picture.")],
     model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
     method: Annotated[str, typer.Option(help="See: dart-lab list methods, or text as fastv:0.5.")] = "dart",
     keep: Annotated[str | None, typer.Option(help=f"Tokens (64) or ratio (0.25). Default: {_DEFAULT_KEEP}.")] = None,
-    layer: Annotated[int, typer.Option(help="Decoder layer before which tokens are dropped.")] = 2,
+    layer: Annotated[
+        int | None, typer.Option(help=f"Decoder layer before which tokens are dropped. Default: {_DEFAULT_LAYER}.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of methods that draw.")] = 0,
     save: Annotated[Path | None, typer.Option(help="Write the picture with the kept tokens bright (PNG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
@@ -164,7 +167,9 @@ def prune(
     from dart_lab.vlm.load import check_model_name
     from dart_lab.vlm.prompts import check_question
 
-    pruner = _pruner(method, keep, layer, seed)
+    pruner = _pruner(method, keep, _DEFAULT_LAYER if layer is None else layer, seed)
+    if layer is not None:
+        _check_takes_layer(pruner, layer)
     check_question(question)
     _check_save(save, image)
     check_model_name(model)
@@ -172,23 +177,29 @@ def prune(
         if part.stage.kind == "LLM_LAYER":
             _check_layer(model, part.stage.layer)
     picture = open_image(image)
+    if sys.stderr.isatty():
+        _say(f"answering with {model}, once with all tokens and once with few")
     facts, bright = _answer_twice(model, picture, question, pruner, draw=save is not None)
-    if save is not None and bright is not None:
+    if as_json:
+        typer.echo(json.dumps(facts, ensure_ascii=False))
+    else:
+        _print_answers(method, facts)
+    if save is not None and bright is not None:  # after the answers: a full disk does not take them
         from dart_lab.files import write_files
 
         write_files({save: bright})
-    if as_json:
-        typer.echo(json.dumps(facts, ensure_ascii=False))
-        return
+        if not as_json:
+            typer.echo(f"picture: {save}")
+
+
+def _print_answers(method: str, facts: dict[str, Any]) -> None:
     typer.echo(f"all {facts['visual_tokens']} visual tokens: {facts['answer'] or _NO_WORDS}")
     typer.echo(f"{method}, {facts['kept']} kept: {facts['pruned_answer'] or _NO_WORDS}")
     asked = "decided by the method" if facts["asked"] < 0 else f"asked {facts['asked']}"
     where = _WHERE[facts["stage"]].format(facts["layer"])
     typer.echo(f"kept {facts['kept']} of {facts['visual_tokens']} ({asked}) {where}")
-    for layer, slots in sorted(facts["cached"].items()):
-        typer.echo(f"cache of layer {layer} after the prompt: {slots[0]} slots kept")
-    if save is not None:
-        typer.echo(f"picture: {save}")
+    for cached, slots in sorted(facts["cached"].items()):
+        typer.echo(f"cache of layer {cached} after the prompt: {slots[0]} slots kept")
 
 
 @app.command("list", epilog="Example:  dart-lab list methods")
@@ -262,6 +273,13 @@ def _pruner(method: str, keep: str | None, layer: int, seed: int) -> Pruner:
         return parse_pruner(method, layer=layer, seed=seed)
     except DartLabError:  # the method needs a number
         return parse_pruner(method, keep=parse_keep(_DEFAULT_KEEP), layer=layer, seed=seed)
+
+
+def _check_takes_layer(pruner: Pruner, layer: int) -> None:
+    stages = [part.stage for part in pruner.parts()]
+    if layer not in {stage.layer for stage in stages if stage.kind == "LLM_LAYER"}:
+        where = ", ".join(_WHERE[stage.kind].format(stage.layer) for stage in stages)
+        raise DartLabError(f"--layer {layer} has no effect: {pruner.name} acts {where}; leave it out")
 
 
 def _check_save(save: Path | None, image: Path) -> None:

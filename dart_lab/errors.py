@@ -13,6 +13,10 @@ class DartLabError(ValueError):
     """
 
 
+class StorageError(DartLabError):
+    """The disk is full or broken: the input is not at fault. The command line exits with code 1."""
+
+
 class DartLabWarning(UserWarning):
     """Nothing failed, but the result may not be what was meant (for example: nothing was pruned)."""
 

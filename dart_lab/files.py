@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, StorageError
 
 _NEW_FILE_MODE = 0o666
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG}
 
 
 def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> list[Path]:
@@ -25,7 +27,7 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
         The paths, in the order given.
 
     Raises:
-        DartLabError: a file cannot be written.
+        DartLabError: a file cannot be written; `StorageError` if the disk is full or broken.
 
     >>> folder = Path(tempfile.mkdtemp())
     >>> [path.name for path in write_files({folder / "a.txt": b"one", folder / "b.txt": b"two"})]
@@ -34,6 +36,7 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
     ['a.txt', 'b.txt']
     """
     ready: list[tuple[Path, Path]] = []
+    check_targets(contents)
     path = Path()
     try:
         for path, content in contents.items():
@@ -48,13 +51,43 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
             for folder in {path.parent for _, path in ready}:
                 _sync(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     except OSError as error:
-        raise DartLabError(
-            f"{path} cannot be written ({error.strerror or error}); free some space or choose another place"
-        ) from error
+        raise cannot_write(path, error) from error
     finally:
         for temporary, _ in ready:
             temporary.unlink(missing_ok=True)
     return list(contents)
+
+
+def check_targets(paths: Iterable[Path]) -> None:
+    """Raise `DartLabError` if a folder has the name of a file that is to be written."""
+    for path in paths:
+        if path.is_dir():
+            raise DartLabError(f"{path} is a folder, and a file of that name is to be written; move the folder away")
+
+
+def write_somewhere(contents: Mapping[Path, bytes]) -> list[Path]:
+    """`write_files`, or, where that fails, the same files in a new temporary folder: what was computed is not lost.
+
+    Raises:
+        DartLabError: as `write_files`; the message says where the files lie instead.
+    """
+    try:
+        return write_files(contents)
+    except DartLabError as error:
+        try:
+            rescue = Path(tempfile.mkdtemp(prefix="dart-lab-"))
+            write_files({rescue / path.name: content for path, content in contents.items()})
+        except (DartLabError, OSError):
+            raise error from None
+        raise type(error)(f"{error}; the files were written to {rescue} instead") from error
+
+
+def cannot_write(path: Path, error: OSError) -> DartLabError:
+    """The error to raise when `path` cannot be written: whose fault it is, and what to do."""
+    said = f"{path} cannot be written ({error.strerror or error})"
+    if error.errno in _DISK:
+        return StorageError(f"{said}; free some space or choose another place")
+    return DartLabError(f"{said}; choose another place")
 
 
 def _sync(path: Path, how: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from dart_lab.errors import DartLabError, did_you_mean
-from dart_lab.files import check_writable, write_files
+from dart_lab.files import check_targets, check_writable, write_files, write_somewhere
 from dart_lab.probes.tables import facts_json, load_table, table_bytes
 from dart_lab.probes.trace import load_trace, trace_bytes
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The entry-point group through which packages offer figures: `name = "package.module:FIGURE"`.
 GROUP = "dart_lab.figures"
+ENDINGS = (".parquet", ".json", ".png", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ def run_figure(
     """
     spec = figure_spec(name)
     check_writable(options.out)
+    check_targets(options.out / f"{name}{ending}" for ending in ENDINGS)
     if from_file is None:
         shown = sys.stderr.isatty() if options.progress is None else options.progress
         data = spec.compute(options, shown)
@@ -136,7 +138,8 @@ def run_figure(
         if facts.get("figure") != name:
             raise DartLabError(f"{from_file} holds figure {facts.get('figure')!r}, not {name!r}; name that figure")
         data = FigureData(table, facts)
-    paths = write_files(figure_files(spec, data, options.out))
+    files = figure_files(spec, data, options.out)
+    paths = write_somewhere(files) if from_file is None else write_files(files)
     for line in spec.lines(data.facts):
         echo(line)
     return paths
@@ -149,9 +152,10 @@ def figure_files(spec: FigureSpec, data: FigureData, out: Path) -> dict[Path, by
     facts = {"figure": spec.name, **data.facts}
     with house_style():
         figure = spec.draw(data.table, facts)
-    return {
-        out / f"{spec.name}.parquet": (trace_bytes if spec.trace else table_bytes)(data.table, facts),
-        out / f"{spec.name}.json": (facts_json(facts, indent=1) + "\n").encode(),
-        out / f"{spec.name}.png": png_bytes(figure),
-        out / f"{spec.name}.pdf": pdf_bytes(figure),
-    }
+    contents = (
+        (trace_bytes if spec.trace else table_bytes)(data.table, facts),
+        (facts_json(facts, indent=1) + "\n").encode(),
+        png_bytes(figure),
+        pdf_bytes(figure),
+    )
+    return {out / f"{spec.name}{ending}": content for ending, content in zip(ENDINGS, contents, strict=True)}

@@ -53,9 +53,9 @@ def draw_method_table(facts: Mapping[str, Any]) -> Figure:
     figure.text(
         0.02, 0.1 / height,
         f"{model} on {data}: {n} questions on {images} pictures, exact match, percent. Right: paired difference to "
-        "Random at the same budget,\nin points, 95 % bootstrap over pictures; orange: below Random. "
-        "Methods that cut at several layers are matched\nby layer average where they reach it, "
-        "all others by tokens kept; the facts hold both averages.\n"
+        "Random (one seed) at the same budget,\nin points, 95 % bootstrap over pictures; orange: below Random, filled: "
+        "also by Holm's correction over all rows. Methods that cut at several\nlayers are matched by layer average "
+        "where they reach it, all others by tokens kept; the facts hold both averages.\n"
         "Coarse picture: all tokens, of a picture with as many pixels. "
         f"Not run (the facts say why): {absent}.",
         fontsize=7.5, va="bottom",
@@ -109,7 +109,11 @@ def _draw_gaps(axes: Axes, group: list[Mapping[str, Any]], limits: tuple[float, 
             continue
         colour = PALETTE[5] if row["below_random"] else PALETTE[0]
         axes.plot([100 * gap["low"], 100 * gap["high"]], [i, i], color=colour, linewidth=1.2)
-        axes.plot(100 * gap["value"], i, marker="v" if row["below_random"] else "o", color=colour, markersize=4)
+        open_mark = row["below_random"] and not row.get("below_random_holm")
+        axes.plot(
+            100 * gap["value"], i, marker="v" if row["below_random"] else "o", color=colour, markersize=4,
+            markerfacecolor="white" if open_mark else colour,
+        )  # fmt: skip
     axes.tick_params(axis="x", labelsize=8)
     if last:
         axes.set_xlabel("minus Random (points)")

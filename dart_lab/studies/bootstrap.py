@@ -105,7 +105,8 @@ def _bca_tails(whole: Floats, draws: Floats, without_one: Floats, level: float) 
         bias, acceleration = normal.inv_cdf(below), float((apart**3).sum()) / (6 * spread**1.5)
         for side, tail in enumerate(plain):
             shifted = bias + normal.inv_cdf(tail)
-            out[i, side] = normal.cdf(bias + shifted / (1 - acceleration * shifted))
+            if 1 - acceleration * shifted > 0:  # beyond the pole the correction means nothing
+                out[i, side] = normal.cdf(bias + shifted / (1 - acceleration * shifted))
     return out
 
 

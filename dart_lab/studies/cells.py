@@ -90,8 +90,8 @@ def _answer(vlm: Any, samples: Sequence[Sample], conditions: Conditions, steps: 
         inputs = vlm.prepare([sample.image for sample in samples], [sample.question for sample in samples])
         found = branch(vlm, inputs, list(conditions.values()), max_new_tokens=steps)
     except (DartLabError, MemoryError, RuntimeError, ValueError) as error:
-        if isinstance(error, RuntimeError) and not _out_of_memory(error):
-            raise
+        if "CUDA error" in str(error) and not _out_of_memory(error):
+            raise  # a device that failed once answers nothing after it
         _free()
         halves = _halves(samples, conditions)
         if not halves:
@@ -145,7 +145,7 @@ def _failures(samples: Sequence[Sample], conditions: Conditions, reason: str) ->
 def _named(sample: Sample, condition: str) -> dict[str, Any]:
     return {
         "condition": condition, "sample": sample.id, "image_id": sample.image_id or sample.id,
-        "family": sample.family, "answer": sample.answer,
+        "family": sample.family, "question": sample.question, "answer": sample.answer,
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ app = typer.Typer(no_args_is_help=True, help="Run conditions × samples; resumab
 
 _Folder = Annotated[Path, typer.Argument(help="Folder of the study.")]
 _Executor = Annotated[str, typer.Option(help="'local', or 'ray' for many GPUs or nodes.")]
-_Workers = Annotated[int | None, typer.Option(help="Workers of Ray. Default: one a GPU.")]
+_Workers = Annotated[int | None, typer.Option(help="Workers of Ray. Default: one a GPU, or 2 without any.")]
 _Part = Annotated[str, typer.Option(help="I/K: run every K-th block from the I-th on; merge the folders afterwards.")]
 _Progress = Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")]
 

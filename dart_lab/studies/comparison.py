@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.studies.bootstrap import Floats, Method, bootstrap_sums, check_rows, sums_by_image
-from dart_lab.studies.scores import CONDITION, require
+from dart_lab.studies.scores import CONDITION, RUN, require
 
 _CHUNK = 1 << 24  # signs held at once
 
@@ -81,7 +81,9 @@ def paired(
     twice = records.duplicated([by, sample])
     if twice.any():
         first = records[twice].iloc[0]
-        raise DartLabError(f"sample {first[sample]!r} stands twice in condition {first[by]!r}; merge the records first")
+        runs = [name for name in RUN if name in records.columns and records[name].nunique() > 1]
+        todo = f"take one {' and one '.join(runs)} at a time" if runs else "take each answer once"
+        raise DartLabError(f"sample {first[sample]!r} stands twice in condition {first[by]!r}; {todo}")
     order = records[by].drop_duplicates()
     wide = records.pivot(index=sample, columns=by, values=value).reindex(columns=order).dropna()
     if not len(wide):

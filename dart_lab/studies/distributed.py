@@ -10,6 +10,7 @@ from dart_lab.studies.cells import Cell, open_task, run_cell
 from dart_lab.studies.plan import Study, study_from
 
 RETRIES = 3  # how often a cell may lose its worker
+WITHOUT_GPU = 2  # workers where the cluster has no GPU
 
 
 class Worker:
@@ -63,7 +64,7 @@ def run_with_ray(study: Study, left: Sequence[Cell], workers: int | None = None)
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    number = min(workers or gpus or 2, len(left))
+    number = min(workers or gpus or WITHOUT_GPU, len(left))
     kind = ray.remote(num_gpus=1 if gpus else 0, num_cpus=1, max_restarts=0)(Worker)
     lost = (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError, ray.exceptions.WorkerCrashedError)
     plain, waiting, tries = study.as_dict(), list(reversed(left)), dict.fromkeys((cell.number for cell in left), 0)

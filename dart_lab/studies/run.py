@@ -48,8 +48,8 @@ def run_study(
     Args:
         study: what to run.
         folder: where to; a folder that holds the same study is gone on with.
-        executor: "local", or "ray" (extra `ray`): one worker a GPU, or a core where there is none.
-        workers: of Ray. Default: as many as the cluster has GPUs, or 2 without any.
+        executor: "local", or "ray" (extra `ray`).
+        workers: of Ray. Default: one a GPU of the cluster, or 2 where there is none.
         part: (i, k) runs every k-th cell from i on and leaves the rest to other machines; see `merge_folders`.
         progress: a bar on stderr. Default: on a terminal.
 
@@ -92,10 +92,14 @@ def status_of(folder: str | Path) -> Status:
 
 
 def merge_folders(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Put parts that several machines ran together, in a folder of its own, and its records if nothing is missing.
+    """Put parts that several machines ran together, in a folder of its own, and write the records of the whole.
+
+    Returns:
+        The records.
 
     Raises:
-        DartLabError: folders of different studies, or of models or versions that differ.
+        DartLabError: folders of different studies, or of models or versions that differ; blocks that no folder has
+            (those that were found stay in `out`, which can be resumed).
     """
     stores = [Store.open(folder) for folder in folders]
     if not stores:

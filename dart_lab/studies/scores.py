@@ -14,6 +14,7 @@ from dart_lab.studies.answers import yes_or_no
 from dart_lab.studies.bootstrap import Floats, Method, bootstrap_sums
 
 CONDITION = "condition"
+RUN = ("model", "task")  # columns that tell runs of a study apart
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,32 @@ def score_table(
     return pd.concat(parts, ignore_index=True)
 
 
+def complete(
+    records: pd.DataFrame, *, by: str = CONDITION, sample: str = "sample", value: str = "correct"
+) -> pd.DataFrame:
+    """The records of samples that every condition answered, so that all are scored on the same questions.
+
+    A failed record of a study has no `correct`; its sample goes, under every condition. Models and tasks, where the
+    records have those columns, are looked at each by itself.
+
+    Raises:
+        DartLabError: a missing column, or no sample is left.
+
+    >>> records = pd.DataFrame({"condition": list("abab"), "sample": [1, 1, 2, 2], "correct": [1.0, None, 1.0, 0.0]})
+    >>> complete(records)["sample"].tolist()
+    [2, 2]
+    """
+    require(records, (by, sample, value))
+    apart = [name for name in RUN if name in records.columns]
+    key = [records[name] for name in [*apart, sample]]
+    answering = records[by].where(records[value].notna()).groupby(key, dropna=False).transform("nunique")
+    asked = records[by].groupby(key[:-1], dropna=False).transform("nunique") if apart else records[by].nunique()
+    out = records[answering == asked]
+    if not len(out):
+        raise DartLabError("no sample was answered under every condition; look at the column 'failure' of the records")
+    return out
+
+
 def pope_score(table: pd.DataFrame, *, by: Sequence[str] = (CONDITION,), category: str = "family") -> pd.DataFrame:
     """POPE as papers print it: the plain mean of the F1 of its categories, from `score_table(…, "f1", by=…)`.
 
@@ -156,6 +183,12 @@ def require(table: pd.DataFrame, columns: Sequence[str]) -> None:
 
 
 def _correct(records: pd.DataFrame) -> Floats:
+    missing = int(records["correct"].isna().sum())
+    if missing:
+        raise DartLabError(
+            f"{missing} of {len(records)} records have no 'correct' (failures); take complete(records), the samples "
+            "that every condition answered"
+        )
     return np.column_stack([records["correct"].to_numpy(dtype=np.float64), np.ones(len(records))])
 
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dart_lab.errors import DartLabError
-from dart_lab.files import write_files
+from dart_lab.files import cannot_write, write_files
 from dart_lab.studies.plan import Study, study_from
 
 PLAN, PROVENANCE, RECORDS, LOCK = "plan.json", "provenance.json", "records.parquet", "lock"
@@ -40,6 +40,7 @@ SCHEMA = pa.schema(
         ("sample", pa.string()),
         ("image_id", pa.string()),
         ("family", pa.string()),
+        ("question", pa.string()),
         ("prediction", pa.string()),
         ("answer", pa.string()),
         ("correct", pa.float64()),
@@ -203,7 +204,7 @@ class Store:
                     writer.write_table(pq.read_table(self.part(cell), schema=SCHEMA))
             partial.replace(target)
         except OSError as error:
-            raise DartLabError(f"{target} cannot be written ({error.strerror or error}); free some space") from error
+            raise cannot_write(target, error) from error
         finally:
             partial.unlink(missing_ok=True)
         return target

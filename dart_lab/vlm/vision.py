@@ -73,7 +73,8 @@ class VisionReducer:
         beyond = [layer for layer in inside if layer > self.feature_block]
         if beyond:
             raise DartLabError(
-                f"vision block {beyond[0]} comes after block {self.feature_block}, which makes the features: no effect"
+                f"vision block {beyond[0]} comes after block {self.feature_block}, which makes the features: no "
+                "effect; give the method's blocks= or layers= within the tower"
             )
         watched = {self.feature_block, *inside, *self._early_blocks()}
         tap = Tap({index: self.blocks[index] for index in sorted(watched)}, self._observe)

@@ -58,7 +58,21 @@ def test_a_method_no_better_than_nothing_is_named() -> None:
     facts = {**measure(table), "refused": {"tome@64": "too deep"}}
     text = lines(facts)
     assert [line for line in text if "not above none kept" in line and line.startswith("| bad | 64")]
-    assert "tome@64: too deep" in text and text[-1].endswith("bad@64")
+    assert "tome@64: too deep" in text and text[-2].endswith("bad@64")
+
+
+def test_what_holm_takes_back_is_said() -> None:
+    """One row below Random among many that do not differ: the interval alone marks it, the correction does not."""
+    table = planted(40)
+    random = table[table["condition"] == "random@64"]
+    same = [random.assign(condition=f"same{i}@64") for i in range(40)]
+    facts = {**measure(pd.concat([table, *same], ignore_index=True)), "refused": {}}
+    bad = next(row for row in facts["rows"] if row["condition"] == "bad@64")
+    assert bad["below_random"] and not bad["below_random_holm"]
+    assert bad["minus_random"]["p_holm"] == pytest.approx(min(1, 42 * bad["minus_random"]["p"]))
+    text = lines(facts)
+    assert any("not after Holm" in line for line in text if line.startswith("| bad"))
+    assert text[-1] == "of these after Holm's correction over 42 comparisons: none"
 
 
 def test_the_blind_floor_never_learns_from_its_own_pictures() -> None:
@@ -76,6 +90,17 @@ def test_the_blind_floor_never_learns_from_its_own_pictures() -> None:
     records = blind_records(asked, learnt)
     assert records["prediction"].tolist() == ["yes", "no", "no"]  # by question; by family, the alphabet on a tie
     assert records["correct"].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_a_task_that_teaches_its_own_floor_leaves_the_picture_out() -> None:
+    samples = list(load_task("shapes", n=42, seed=3))
+    records = blind_records(samples, samples).set_index("sample")
+    for sample in samples:
+        others = [one for one in samples if one.image_id != sample.image_id]
+        seen = [one.answer for one in others if one.question == sample.question] or [
+            one.answer for one in others if one.family == sample.family
+        ]
+        assert records.loc[sample.id, "prediction"] == max(sorted(set(seen)), key=seen.count)
 
 
 def test_a_small_model_from_nothing_to_the_picture_and_again_from_its_records(tmp_path: Path) -> None:

@@ -74,12 +74,13 @@ def test_four_files_the_same_each_time(install, tmp_path: Path) -> None:
     assert facts == {"figure": "toy", "seed": 3, "progress": False} == load_trace(first[0])[1]
 
 
+def refuse(options: FigureOptions, progress: bool) -> FigureData:
+    raise AssertionError("computed")
+
+
 def test_drawn_again_from_the_table_gives_the_same_files_without_computing(install, tmp_path: Path) -> None:
     install(Point(TOY))
     first = run_figure("toy", FigureOptions(out=tmp_path / "a"))
-
-    def refuse(options: FigureOptions, progress: bool) -> FigureData:
-        raise AssertionError("computed again")
 
     install(Point(FigureSpec("toy", "a toy", refuse, draw)))
     again = run_figure("toy", FigureOptions(out=tmp_path / "b"), from_file=first[0])
@@ -95,6 +96,13 @@ def test_a_failure_writes_nothing(install, tmp_path: Path, wrong: str) -> None:
     with pytest.raises(RuntimeError, match="broken"):
         run_figure("toy", FigureOptions(out=tmp_path / "new"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_the_way_is_found_before_computing(install, tmp_path: Path) -> None:
+    install(Point(FigureSpec("toy", "", refuse, draw)))
+    (tmp_path / "toy.json").mkdir()
+    with pytest.raises(DartLabError, match=r"toy\.json is a folder"):
+        run_figure("toy", FigureOptions(out=tmp_path))
 
 
 def test_users_mistakes_are_named(install, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dart_lab.errors import DartLabError
-from dart_lab.files import check_writable, write_files
+from dart_lab.errors import DartLabError, StorageError
+from dart_lab.files import check_writable, write_files, write_somewhere
 from dart_lab.probes.trace import OPTIONAL, REQUIRED, load_trace, save_trace, trace_bytes
 
 
@@ -121,6 +122,35 @@ def test_all_files_are_written_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DartLabError, match="No space left on device"):
         write_files({old: b"new", tmp_path / "b": b"bb"})
     assert old.read_bytes() == b"old" and [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_folder_in_the_way_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(DartLabError, match=r"b is a folder"):
+        write_files({tmp_path / "a": b"new", tmp_path / "b": b"bb"})
+    assert (tmp_path / "a").read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_was_computed_is_written_elsewhere_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full, rescue = tmp_path / "full", tmp_path / "tmp"
+    rescue.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(rescue))
+    real = Path.write_bytes
+
+    def write(self: Path, data: bytes) -> int:
+        if full in self.parents:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(StorageError, match=r"No space left .* were written to") as caught:
+        write_somewhere({full / "a": b"one", full / "b": b"two"})
+    elsewhere = Path(str(caught.value).rpartition("written to ")[2].removesuffix(" instead"))
+    assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == {"a": b"one", "b": b"two"}
+    assert not list(full.iterdir())
 
 
 def test_a_folder_that_cannot_be_made_is_reported(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing(study: Study, finished: Pat
         store.part(cell).parent.mkdir(exist_ok=True)
         store.part(cell).write_bytes((finished / "parts" / f"{cell:06d}.parquet").read_bytes())
     out = subprocess.run([sys.executable, "-c", code, str(store.folder)], capture_output=True, text=True, check=False)
-    assert out.returncode == 2 and "cannot be written" in out.stderr and "Traceback" not in out.stderr
+    assert out.returncode == 1 and "cannot be written" in out.stderr and "Traceback" not in out.stderr
     assert not list(store.folder.rglob(".*")) and store.has(1) and not store.has(0)
     assert resume_study(store.folder).read_bytes() == (finished / RECORDS).read_bytes()
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != limit
@@ -237,6 +237,20 @@ def test_a_condition_that_fails_fails_alone(study: Study) -> None:
     failed = records[records["failure"].notna()]
     assert set(failed["condition"]) == {"feature-downsample:7"} and len(failed) == 8
     assert records.loc[records["condition"] == "dart:4", "got"].eq(4).all()
+
+
+def test_an_error_of_the_model_is_recorded_and_one_of_the_device_stops(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> list[Any]:
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(cells_module, "branch", broken)
+    message = "shapes cannot be multiplied"
+    assert set(loaded.run()["failure"]) == {message}
+    message = "CUDA error: device-side assert triggered"
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        loaded.run()
 
 
 def test_broken_logits_are_recorded_for_the_sample_that_has_them(loaded: Loaded) -> None:

@@ -8,7 +8,8 @@ import pytest
 from sklearn.metrics import f1_score, precision_score, recall_score
 
 from dart_lab.errors import DartLabError
-from dart_lab.studies.scores import pope_score, retention, score_table
+from dart_lab.studies.comparison import paired
+from dart_lab.studies.scores import complete, pope_score, retention, score_table
 
 
 def answers(seed: int = 0, n: int = 60) -> pd.DataFrame:
@@ -98,3 +99,20 @@ def test_retention_is_the_papers_average() -> None:
     table = retention(pd.DataFrame(rows, columns=["condition", "task", "value"]), "unpruned").set_index("condition")
     for method, printed in PRINTED.items():
         assert table.loc[method, "avg_pct"] == pytest.approx(printed, abs=0.06)
+
+
+def test_failures_are_named_and_complete_leaves_what_every_condition_answered() -> None:
+    rows = [(task, condition, sample) for task in "st" for condition in "ab" for sample in (1, 2, 3)]
+    records = pd.DataFrame(rows, columns=["task", "condition", "sample"], index=[0] * len(rows))
+    records["image_id"], records["correct"] = records["sample"], np.arange(len(rows), dtype=float) % 2
+    records.iloc[1, 4] = np.nan  # sample 2 of task s, condition a
+    with pytest.raises(DartLabError, match=r"1 of 6 records .* complete\(records\)"):
+        score_table(records)
+    left = complete(records)
+    assert left.groupby("task")["sample"].unique().map(list).to_dict() == {"s": [1, 3], "t": [1, 2, 3]}
+    assert left["correct"].tolist() == [0, 0, 1, 1] + [0, 1, 0, 1, 0, 1]
+    assert score_table(left, by=("task", "condition"))["n"].tolist() == [2, 2, 3, 3]
+    with pytest.raises(DartLabError, match="no sample was answered"):
+        complete(records.iloc[[1, 4]])
+    with pytest.raises(DartLabError, match="take one task at a time"):
+        paired(left)
