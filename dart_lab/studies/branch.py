@@ -166,10 +166,10 @@ def _text(trunk: Trunk) -> int:
 
 
 def _bytes(model: Any, trunk: Trunk, first: int, kept: int) -> int:
-    """Bytes of a condition's KV cache and of its states, for all samples."""
+    """Bytes of a condition's KV cache and of its states, for all samples; of shared layers one at a time is whole."""
     keys = trunk.cache.layers[0].keys
     depth, length = model.config.get_text_config().num_hidden_layers, trunk.now.length
-    slots = first * length + (depth - first) * (_text(trunk) + kept)
+    slots = length + (depth - first) * (_text(trunk) + kept)
     cache = 2 * keys.shape[0] * keys.shape[1] * keys.shape[3] * slots
     states = keys.shape[0] * length * model.config.get_text_config().hidden_size
     return int((cache + states) * keys.element_size())

@@ -26,6 +26,7 @@ from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.insert import active, record
 from dart_lab.vlm.passes import Pass
+from dart_lab.vlm.prefix_cache import shared_cache
 from dart_lab.vlm.run import Run, Sample
 
 
@@ -193,7 +194,8 @@ def branch_rows(
 
     watcher = _Branches(model, family, first, list(parts.values()), decide)
     watcher.prompt, watcher._pixels = trunk.watcher.prompt, trunk.watcher._pixels
-    text, cache = compat.text_model(model), _cache(trunk, first, copies)
+    text = compat.text_model(model)
+    cache = shared_cache(trunk.cache, first, now.length, copies)  # decoding of the unpruned answer may have gone on
     with active(model, watcher), torch.no_grad():
         watcher.current = replace(
             now, visual=_repeat(now.visual, copies), attended=_repeat(now.attended, copies), samples=samples[0],
@@ -277,17 +279,6 @@ def pad_token(model: Any) -> int:
     pad = getattr(model.generation_config, "pad_token_id", None)
     ends = end_tokens(model)
     return int(pad) if pad is not None else int(ends[0]) if len(ends) else 0
-
-
-def _cache(trunk: Trunk, first: int, copies: int) -> Any:
-    """A cache whose layers below `first` are the trunk's, one copy a condition, and the others empty."""
-    cache = compat.new_cache()
-    for layer in range(first):
-        held = trunk.cache.layers[layer]
-        length = trunk.now.length  # decoding of the unpruned answer may have gone on
-        keys, values = (_repeat(part[:, :, :length], copies) for part in (held.keys, held.values))
-        cache.update(keys, values, layer)
-    return cache
 
 
 def _stack(parts: Sequence[Tensor], channels: int = 0) -> Tensor:
