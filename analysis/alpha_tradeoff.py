@@ -19,10 +19,10 @@ from dart_lab.pruners.alpha import Alpha
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.fastv import FastV
 from dart_lab.pruners.none_kept import NoneKept
-from dart_lab.studies.bootstrap import sums_by_image
+from dart_lab.studies.bootstrap import bootstrap_sums, sums_by_image
 from dart_lab.studies.scores import score_table
 
-from .sweep import NONE_KEPT, UNPRUNED, interval, open_bench
+from .sweep import NONE_KEPT, UNPRUNED, interval, open_bench, points
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0)  # the published sweep
 KEEP = (192, 144, 96, 64, 32)
@@ -124,12 +124,9 @@ def across_halves(wide: pd.DataFrame, alphas: list[float], *, seed: int, middle:
     Returns `chosen`: mean score of the chosen α on the half that did not choose it; `middle`: of α = 0.5 there; `best`:
     of the α that is best there, which nobody can know beforehand.
     """
-    images = wide["image_id"].unique()
-    first = set(np.random.default_rng(seed).permutation(images)[: len(images) // 2])
-    half = wide["image_id"].isin(first).to_numpy()
     right = wide[alphas].to_numpy()
     out = {"chosen": 0.0, "middle": 0.0, "best": 0.0}
-    for choose, judge in ((half, ~half), (~half, half)):
+    for choose, judge in _halves(wide, seed):
         if not choose.any() or not judge.any():
             return dict.fromkeys(out, float(right.mean()))
         there = right[judge].mean(axis=0)
@@ -139,20 +136,19 @@ def across_halves(wide: pd.DataFrame, alphas: list[float], *, seed: int, middle:
     return {name: float(value) for name, value in out.items()}
 
 
-def adaptive_scores(sweep: pd.DataFrame, alphas: list[float], *, seed: int) -> dict[str, Any]:
+def adaptive_scores(sweep: pd.DataFrame, alphas: list[float], *, seed: int, n_boot: int = 1000) -> dict[str, Any]:
     """What could be won by choosing α: rules learnt on one half of the pictures, judged on the other, both ways round.
 
-    `fixed`: the one α that is best over all tasks; `per_task`: the best α of each task; `predicted`: α by the words of
-    the question (logistic regressions of "is the answer right at this α", the α with the largest probability);
-    `oracle`: for every task the α that is best on the half that judges.
+    Returns `keep`, and for every rule its score with the interval over pictures, the rule as it was learnt (`value`,
+    `low`, `high`), and as `gain` the paired difference to `fixed` with its own. `fixed`: the one α that is best over
+    all tasks; `per_task`: the best α of each task; `predicted`: α by the words of the question (logistic regressions of
+    "is the answer right at this α", the α with the largest probability); `oracle`: for every task the α that is best on
+    the half that judges.
     """
     wide = _wide(sweep, alphas)
-    images = wide["image_id"].unique()
-    first = set(np.random.default_rng(seed).permutation(images)[: len(images) // 2])
-    half = wide["image_id"].isin(first).to_numpy()
     right, family = wide[alphas].to_numpy(), wide["family"].to_numpy()
-    totals = dict.fromkeys(("fixed", "per_task", "predicted", "oracle"), 0.0)
-    for choose, judge in ((half, ~half), (~half, half)):
+    scored = {name: np.empty(len(wide)) for name in ("fixed", "per_task", "predicted", "oracle")}
+    for choose, judge in _halves(wide, seed):
         picks = {
             "fixed": np.full(judge.sum(), right[choose].mean(axis=0).argmax()),
             "per_task": _by_task(right[choose], family[choose], family[judge]),
@@ -160,8 +156,25 @@ def adaptive_scores(sweep: pd.DataFrame, alphas: list[float], *, seed: int) -> d
             "oracle": _by_task(right[judge], family[judge], family[judge]),
         }
         for name, pick in picks.items():
-            totals[name] += float(right[judge][np.arange(judge.sum()), pick].mean()) / 2
-    return {"keep": int(sweep["keep"].iloc[0]), **totals}
+            scored[name][judge] = right[judge][np.arange(judge.sum()), pick]
+
+    def mean(values: np.ndarray) -> dict[str, float]:
+        rows = np.column_stack([values, np.ones(len(values))])
+        table = bootstrap_sums(
+            rows, wide["image_id"].to_numpy(), lambda sums: sums[..., :1] / sums[..., 1:], n_boot=n_boot, seed=seed
+        )
+        return interval(table.iloc[0])
+
+    rules = {name: {**mean(own), "gain": mean(own - scored["fixed"])} for name, own in scored.items()}
+    return {"keep": int(sweep["keep"].iloc[0]), **rules}
+
+
+def _halves(wide: pd.DataFrame, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two halves of the pictures as masks over rows: (chooses, judges), both ways round."""
+    images = wide["image_id"].unique()
+    first = set(np.random.default_rng(seed).permutation(images)[: len(images) // 2])
+    half = wide["image_id"].isin(first).to_numpy()
+    return [(half, ~half), (~half, half)]
 
 
 def lines(facts: Mapping[str, Any]) -> list[str]:
@@ -175,9 +188,15 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
             f"α = 0.5 {100 * halves['middle']:.1f} %"
         )
     for row in facts["adaptive"]:
+        words = "; ".join(
+            f"{name} {100 * row[rule]['value']:.1f} % ({points(row[rule]['gain'])})"
+            for rule, name in (
+                ("per_task", "one a task"), ("predicted", "by the question's words"), ("oracle", "oracle a task")
+            )
+        )  # fmt: skip
         out.append(
-            f"all tasks, keep {row['keep']}: one α {100 * row['fixed']:.1f} %, one a task {100 * row['per_task']:.1f} "
-            f"%, by the question's words {100 * row['predicted']:.1f} %, oracle a task {100 * row['oracle']:.1f} %"
+            f"all tasks, keep {row['keep']}: one α {100 * row['fixed']['value']:.1f} %; {words}; in brackets points "
+            "more than with one α"
         )
     return [*out, f"answers at α = 1 that differ from FastV's: {facts['fastv_differs']}"]
 

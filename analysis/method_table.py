@@ -19,7 +19,7 @@ from dart_lab.studies.scores import score_table
 from dart_lab.tasks.base import Sample
 from dart_lab.tasks.coarse import coarse
 
-from .sweep import DATA, NONE_KEPT, UNPRUNED, interval, open_bench, runnable
+from .sweep import DATA, NONE_KEPT, UNPRUNED, interval, open_bench, points, runnable
 
 KEEP = (192, 128, 64)
 SAMPLES = 140
@@ -179,7 +179,7 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         cells += [f"{row['processed']:.0f}", f"{row['output']:.0f}"]
         cells += [_percent(row["accuracy"].get(family)) for family in families]
         gap = row.get("minus_random")
-        cells.append("" if gap is None else _points(gap))
+        cells.append("" if gap is None else points(gap))
         notes = []
         if row.get("below_random"):
             notes.append("below Random" if row["below_random_holm"] else "below Random (not after Holm)")
@@ -194,10 +194,6 @@ def lines(facts: Mapping[str, Any]) -> list[str]:
         f"below Random (95 % interval of the paired difference): {', '.join(below) or 'none'}",
         f"of these after Holm's correction over {compared} comparisons: {', '.join(sure) or 'none'}",
     ]
-
-
-def _points(gap: Mapping[str, float]) -> str:
-    return f"{100 * gap['value']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"
 
 
 def _percent(stat: Mapping[str, float] | None) -> str:

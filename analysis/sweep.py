@@ -109,3 +109,8 @@ def visual_tokens(vlm: Any, sample: Sample) -> int:
 def interval(row: Any) -> dict[str, float]:
     """Value and interval of a row of a score table, as plain numbers."""
     return {name: float(row[name]) for name in ("value", "low", "high")}
+
+
+def points(gap: Mapping[str, float]) -> str:
+    """A paired difference with its interval, in points."""
+    return f"{100 * gap['value']:+.1f} [{100 * gap['low']:+.1f}, {100 * gap['high']:+.1f}]"

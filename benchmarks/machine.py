@@ -37,19 +37,21 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def medians(work: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, dict[str, float]]:
+def medians(
+    work: Mapping[str, Callable[[], object]], repeats: int, *, warm_up: int = 1
+) -> dict[str, dict[str, float]]:
     """Milliseconds of processor time of each piece of work, run in turn on one thread.
 
     Processor time of one thread says the same on a busy machine; waiting does not count. Returns for each name
-    `median_ms` and `least_ms`; one further run of each before the first counted one warms up.
+    `median_ms` and `least_ms`; `warm_up` further runs of each come before the first counted one.
     """
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {name: [] for name in work}
-    for repeat in range(repeats + 1):
+    for repeat in range(-warm_up, repeats):
         for name, run in work.items():
             start = time.process_time()
             run()
-            if repeat:
+            if repeat >= 0:
                 taken[name].append((time.process_time() - start) * 1e3)
     return {
         name: {"median_ms": round(statistics.median(ms), 3), "least_ms": round(min(ms), 3)}

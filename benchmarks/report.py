@@ -93,8 +93,8 @@ def branch(r: dict[str, Any]) -> str:
         f"A sweep of {len(r['alphas'])} α × {len(r['budgets'])} budgets ({', '.join(map(str, r['budgets']))} of "
         f"{r['visual_tokens']} visual tokens) cut at layer {r['layer']}: all conditions from one run of what they have "
         "in common, against each from the start. The gain that multiply-accumulates allow counts the prompts only: "
-        "decoding, selection and what a larger batch saves or costs are not in it. Measured on a subset of the prompts "
-        f"of a full sweep; the medians are of {r['repeats']} runs."
+        "decoding, selection and what a larger batch saves or costs are not in it. "
+        f"Processor time of one thread, median of {r['repeats']} run(s)."
     )
     names = ("model", "prompts", "alone s", "shared s", "gain", "goal", "allowed", "reached", "same answers")
     rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]

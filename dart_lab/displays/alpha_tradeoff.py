@@ -119,14 +119,18 @@ def _best(
 
 
 def _worth(axes: Axes, facts: Mapping[str, Any], budgets: Sequence[int], shades: Sequence[Any]) -> None:
-    """Score of every rule for choosing α."""
-    for row, shade in zip(facts["adaptive"], shades, strict=True):
-        axes.plot(
-            [100 * row[rule] for rule in _RULES], range(len(_RULES)), color=shade, marker="o", markersize=4, linewidth=1
-        )
-    axes.set_yticks(range(len(_RULES)), list(_RULES.values()))
+    """What every rule for choosing α gains over one α for all."""
+    step = 0.7 / len(budgets)
+    rules = {rule: name for rule, name in _RULES.items() if rule != "fixed"}
+    axes.axvline(0, color=CHANCE, linewidth=1)
+    for j, (row, shade) in enumerate(zip(facts["adaptive"], shades, strict=True)):
+        for i, rule in enumerate(rules):
+            gain, at = row[rule]["gain"], i + (j - (len(budgets) - 1) / 2) * step
+            axes.plot([100 * gain["low"], 100 * gain["high"]], [at, at], color=shade, linewidth=1.6)
+            axes.plot(100 * gain["value"], at, marker="o", color=shade, markersize=4)
+    axes.set_yticks(range(len(rules)), list(rules.values()))
     axes.invert_yaxis()
-    axes.set_xlabel("right answers, all tasks (%)")
+    axes.set_xlabel("points more than with one α for all")
     axes.set_title("What choosing α is worth")
 
 

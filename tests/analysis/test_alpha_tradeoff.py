@@ -55,9 +55,14 @@ def test_planted_curves_come_out() -> None:
 
 def test_choosing_by_task_or_by_the_question_wins_what_one_alpha_cannot() -> None:
     worth = measure(records(), n_boot=50)["adaptive"][0]
-    assert worth["fixed"] < 0.65
-    assert min(worth["per_task"], worth["predicted"]) > 0.85
-    assert worth["oracle"] >= max(worth["per_task"], worth["fixed"])
+    score = {rule: worth[rule]["value"] for rule in ("fixed", "per_task", "predicted", "oracle")}
+    assert score["fixed"] < 0.65
+    assert min(score["per_task"], score["predicted"]) > 0.85
+    assert score["oracle"] >= max(score["per_task"], score["fixed"])
+    for rule, value in score.items():
+        assert worth[rule]["gain"]["value"] == pytest.approx(value - score["fixed"])
+        assert worth[rule]["low"] <= value <= worth[rule]["high"]
+    assert worth["per_task"]["gain"]["low"] > 0.1 and worth["fixed"]["gain"]["high"] == 0
 
 
 def test_noise_has_no_best_alpha_and_choosing_it_wins_nothing() -> None:
