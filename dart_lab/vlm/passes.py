@@ -21,6 +21,7 @@ from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured
 
 PICTURES_SHOWN = 4  # samples of a block whose pictures are kept for display
+_PICTURES_DIM = 4  # of a tower input that holds pictures, not loose patches
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +45,7 @@ class Pass:
     of the batch that belong to one sample (beams, several returned sequences). `held`: what each shortened layer's
     cache holds after this pass. `number` `(batch, length)`: which of the sample's visual tokens each one is, where some
     are gone already. `entered`: the input of layers whose input a method asks for. `ids` `(batch, length)`: its token
-    ids, where they are known.
+    ids, where they are known. `picture_rows`: rows of the tower's input that each picture of the batch occupies.
     """
 
     past: int
@@ -63,6 +64,7 @@ class Pass:
     held: dict[int, Held] = field(default_factory=dict)
     memo: dict[Any, tuple[Any, Any]] = field(default_factory=dict)
     ids: Tensor | None = None
+    picture_rows: list[range] = field(default_factory=list)
 
     @property
     def total(self) -> int:
@@ -297,27 +299,33 @@ class PassWatcher:
                 tokens, images = self.family.tokens(self.model, position, kwargs, image, None)
             samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
             image += images
-        self._note_views(samples)
-        now.samples = samples
+        now.samples, now.picture_rows = samples, self._picture_rows(kwargs, samples)
+        self._note_views(samples, now.picture_rows)
         now.layout = TokenLayout(
             groups(visual, attended), tuple(sample.tokens for sample in samples for _ in range(now.expand))
         )
 
-    def _pixel_rows_each(self, samples: Sequence[Sample]) -> int:
-        """Rows of the tower's input that belong to one picture of these samples; 0 if that cannot be told."""
-        rows = self._pixels.shape[0] if self._pixels is not None else 0
+    def _picture_rows(self, inputs: dict[str, Any], samples: Sequence[Sample]) -> list[range]:
+        """Rows of the tower's input that belong to each picture of these samples; empty if that cannot be told."""
         images = sum(sample.images for sample in samples)
-        one_row_an_image = self.family is not None and self.family.pixel_rows(1) == 1
-        return rows // images if one_row_an_image and images and rows % images == 0 else 0
+        if self.family is None or self._pixels is None or not images:
+            return []
+        each = self.family.pixel_rows(self.model, inputs, images)
+        rows = self._pixels.shape[0]
+        if not each or len(each) != images or rows % sum(each):
+            return []
+        repeat = rows // sum(each)  # beams encode a picture once each
+        starts = (np.cumsum(each) - each) * repeat
+        return [range(int(start), int(start) + one) for start, one in zip(starts, each, strict=True)]
 
-    def _note_views(self, samples: Sequence[Sample]) -> None:
+    def _note_views(self, samples: Sequence[Sample], rows: Sequence[range]) -> None:
         """Keep the first few pictures as the model saw them, for a look at what was kept."""
-        repeat, image = self._pixel_rows_each(samples), 0
+        image = 0
         for sample in samples:
-            if not repeat or self._pixels is None or self._shown == PICTURES_SHOWN:
+            if not rows or self._pixels is None or self._pixels.dim() != _PICTURES_DIM or self._shown == PICTURES_SHOWN:
                 return
             if sample.images:
-                sample.view = as_picture(self._pixels[image * repeat])
+                sample.view = as_picture(self._pixels[rows[image].start])
                 self._shown += 1
             image += sample.images
 
@@ -325,7 +333,6 @@ class PassWatcher:
         """One number a row: a fingerprint of the sample's token ids and pictures, whatever batch it came in."""
         out: list[int] = []
         image = 0
-        repeat = self._pixel_rows_each(now.samples)
         for number, sample in enumerate(now.samples):
             digest, row = hashlib.blake2b(digest_size=7), number * now.expand
             real = slice(None) if now.attended is None else now.attended[row, now.past :].cpu().numpy()
@@ -333,9 +340,9 @@ class PassWatcher:
                 digest.update(np.ascontiguousarray(sample.token_ids[real], dtype=np.int64).tobytes())
             elif self.prompt is not None:
                 digest.update(self.prompt.ids[row].detach().float().cpu().numpy()[real].tobytes())
-            if repeat and self._pixels is not None:
-                for picture in range(image, image + sample.images):
-                    digest.update(self._pixels[picture * repeat].detach().float().cpu().numpy().tobytes())
+            if self._pixels is not None:
+                for rows in now.picture_rows[image : image + sample.images]:
+                    digest.update(self._pixels[rows.start : rows.stop].detach().float().cpu().numpy().tobytes())
             image += sample.images
             out += [int.from_bytes(digest.digest(), "big")] * now.expand
         return tuple(out)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 
+from dart_lab.errors import DartLabError
 from dart_lab.vlm.layout import VisualTokens
 
 
@@ -49,5 +51,43 @@ class Family(Protocol):
             DartLabError: the visual tokens do not make up whole images (a truncated prompt).
         """
 
-    def pixel_rows(self, images: int) -> int | None:
-        """Rows of the vision tower's input that `images` images occupy; None if that cannot be told."""
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
+        """Rows of the vision tower's input that each of the batch's `images` pictures occupies; None: unknown."""
+
+
+def image_token(config: Any) -> int:
+    """The id of the image placeholder, under its newer or older name."""
+    return int(getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def fill_pictures(
+    position: np.ndarray, pictures: Iterable[VisualTokens], source: str
+) -> tuple[VisualTokens, int]:
+    """Lay pictures one after the other over a sample's visual tokens until all have a place.
+
+    Args:
+        position: `(n,)` positions of the sample's visual tokens, at least one.
+        pictures: the tokens of each further picture of the batch, as `image` 0 at any position.
+        source: the input that says how large the pictures are, for the error.
+
+    Returns:
+        the tokens, and how many pictures they are.
+
+    Raises:
+        DartLabError: the positions are not those of whole pictures.
+    """
+    parts: list[VisualTokens] = []
+    used = 0
+    for picture in pictures:
+        if used >= len(position):
+            break
+        here = position[used : used + len(picture)].astype(np.int64)
+        used += len(picture)
+        if len(here) == len(picture):
+            parts.append(replace(picture, position=here, image=picture.image + len(parts)))
+    if used != len(position):
+        raise DartLabError(
+            f"{len(position)} visual tokens are not whole images of {source}: the prompt cuts an image "
+            "(a truncated prompt or chunked prefill); leave the image whole"
+        )
+    return VisualTokens.join(parts), len(parts)

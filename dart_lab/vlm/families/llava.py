@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
+from dart_lab.vlm.families.base import image_token
 from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
 
 
@@ -22,7 +23,7 @@ class Llava:
     prompt: str = "USER: <image>\n{question} ASSISTANT:"
 
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:
-        return input_ids == _image_token(model.config)
+        return input_ids == image_token(model.config)
 
     def tokens(
         self, model: Any, position: np.ndarray, inputs: Any, first_image: int, sizes: Sequence[tuple[int, int]] | None
@@ -64,13 +65,8 @@ class Llava:
             )
         return VisualTokens.join(parts), images
 
-    def pixel_rows(self, images: int) -> int | None:
-        return images
-
-
-def _image_token(config: Any) -> int:
-    """The id of the image placeholder, under its newer or older name."""
-    return int(getattr(config, "image_token_id", None) or config.image_token_index)
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
+        return [1] * images
 
 
 def _to_original(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
+from dart_lab.vlm.families.base import fill_pictures
 from dart_lab.vlm.layout import PATCH, VisualTokens, raster, unknown_place
+
+_GRIDS = "image_grid_thw"
 
 
 @dataclass(frozen=True)
@@ -36,47 +39,30 @@ class Qwen:
     ) -> tuple[VisualTokens, int]:
         if not len(position):
             return unknown_place(position), 0
-        grids = inputs.get("image_grid_thw")
+        grids = inputs.get(_GRIDS)
         if grids is None:
             raise DartLabError("the prompt has pictures but no image_grid_thw; pass what the processor returned")
+        return fill_pictures(position, self._pictures(model, grids[first_image:].tolist(), first_image, sizes), _GRIDS)
+
+    def _pictures(
+        self, model: Any, grids: list[list[int]], first: int, sizes: Sequence[tuple[int, int]] | None
+    ) -> Iterator[VisualTokens]:
         vision = model.config.vision_config
         merge, cell = vision.spatial_merge_size, vision.spatial_merge_size * vision.patch_size
-        parts: list[VisualTokens] = []
-        used = 0
-        for _, height, width in grids[first_image:].tolist():
-            if used >= len(position):
-                break
+        for image, (_, height, width) in enumerate(grids, start=first):
             rows, columns = height // merge, width // merge
-            here = position[used : used + rows * columns]
-            if len(here) < rows * columns:
-                break
-            image = len(parts)
             # the processor stretches the whole picture over the grid, so the cells divide the original evenly
-            view = (columns * cell, rows * cell) if sizes is None else sizes[first_image + image]
+            view = (columns * cell, rows * cell) if sizes is None else sizes[image]
             row, column, box = raster(rows, columns, *view)
-            zero = np.zeros(len(here), dtype=np.int64)
-            parts.append(
-                VisualTokens(
-                    position=here.astype(np.int64),
-                    image=zero + image,
-                    frame=zero,
-                    crop=zero,
-                    row=row,
-                    column=column,
-                    kind=np.full(len(here), PATCH),
-                    box=box,
-                )
-            )
-            used += len(here)
-        if used != len(position):
-            raise DartLabError(
-                f"{len(position)} visual tokens are not whole images of image_grid_thw: the prompt cuts an image "
-                "(a truncated prompt or chunked prefill); leave the image whole"
-            )
-        return VisualTokens.join(parts), len(parts)
+            zero = np.zeros(len(row), dtype=np.int64)
+            yield VisualTokens(
+                position=zero, image=zero, frame=zero, crop=zero, row=row, column=column,
+                kind=np.full(len(row), PATCH), box=box,
+            )  # fmt: skip
 
-    def pixel_rows(self, images: int) -> int | None:
-        return None  # patches of all pictures lie behind one another, a different number for each
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
+        grids = inputs.get(_GRIDS)
+        return None if grids is None else [int(rows) for rows in grids.prod(dim=1)]
 
 
 QWEN = Qwen()

@@ -1,0 +1,113 @@
+"""Every family: dropping equals masking in `generate`, keeping all changes nothing, a row does not see its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dart_lab.pruners import DART, FastV, KeepAll, Pruner, Random
+from dart_lab.vlm.insert import prune
+from dart_lab.vlm.masking import mask_drop
+from tests.vlm.families.zoo import FAMILIES, Zoo
+
+STEPS = 8
+METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
+
+
+def answer(kind: Zoo, model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+    """Tokens and the logits of each step."""
+    out = model.generate(
+        **inputs, max_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        suppress_tokens=[2, *kind.visual], **options,
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("pruner", METHODS, ids=lambda p: p.name)
+@pytest.mark.parametrize("prompts", ["one", "padded"])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_dropping_equals_masking(kind: Zoo, backend: str, prompts: str, pruner: Pruner) -> None:
+    model, inputs = kind.model(backend), kind.batch(prompts)
+    with prune(model, pruner) as run:
+        tokens, logits = answer(kind, model, inputs)
+    hidden = torch.isin(inputs["input_ids"], torch.tensor(kind.visual))
+    for row, positions in enumerate(run.positions):
+        assert len(positions) == 5
+        hidden[row, torch.from_numpy(positions)] = False
+    with mask_drop(model, hidden, layer=pruner.stage.layer):
+        masked_tokens, masked_logits = answer(kind, model, inputs)
+    assert torch.equal(tokens, masked_tokens)
+    torch.testing.assert_close(logits, masked_logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_keeping_all_is_bit_identical(kind: Zoo, backend: str) -> None:
+    model, inputs = kind.model(backend), kind.batch("padded")
+    tokens, logits = answer(kind, model, inputs)
+    with prune(model, KeepAll()):
+        kept_tokens, kept_logits = answer(kind, model, inputs)
+    assert torch.equal(tokens, kept_tokens) and torch.equal(logits, kept_logits)
+
+
+@pytest.mark.parametrize("pruner", METHODS, ids=lambda p: p.name)
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_a_row_of_a_batch_answers_as_alone(kind: Zoo, pruner: Pruner) -> None:
+    model = kind.model("sdpa")
+    with prune(model, pruner) as together:
+        tokens, logits = answer(kind, model, kind.batch("padded"))
+    for row in range(len(tokens)):
+        with prune(model, pruner) as alone:
+            own_tokens, own_logits = answer(kind, model, kind.row("padded", row))
+        assert together.kept[row].tolist() == alone.kept[0].tolist()
+        assert torch.equal(tokens[row, -STEPS:], own_tokens[0, -STEPS:])
+        torch.testing.assert_close(logits[:, row], own_logits[:, 0], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_greedy_decoding_equals_a_recompute_without_cache(kind: Zoo) -> None:
+    model, inputs = kind.model("sdpa"), kind.batch("padded")
+    with prune(model, DART(keep=5)):
+        tokens, logits = answer(kind, model, inputs)
+    with prune(model, DART(keep=5)):
+        again, recomputed = answer(kind, model, inputs, use_cache=False)
+    assert torch.equal(tokens, again)
+    torch.testing.assert_close(logits, recomputed, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
+    """The score of the best beam is the mean log-probability of its tokens, computed again in one pruned pass."""
+    model, inputs = kind.model("sdpa"), kind.batch("one")
+    pruner = FastV(keep=5)
+    with prune(model, pruner) as run:
+        out = model.generate(
+            **inputs, max_new_tokens=3, num_beams=2, do_sample=False, output_scores=True,
+            return_dict_in_generate=True, suppress_tokens=[2, *kind.visual], length_penalty=1.0,
+        )  # fmt: skip
+    length = inputs["input_ids"].shape[1]
+    new = out.sequences[:, length:]
+    longer = kind.extended(inputs, new[:, :-1])
+    hidden = torch.isin(longer["input_ids"], torch.tensor(kind.visual))
+    hidden[0, torch.from_numpy(run.positions[0])] = False
+    with torch.no_grad(), mask_drop(model, hidden, layer=pruner.stage.layer):
+        logits = model(**longer).logits[:, length - 1 :].float()
+    chosen = logits.log_softmax(dim=-1).gather(2, new[:, :, None])[..., 0]
+    assert len(run.kept[0]) == 5
+    torch.testing.assert_close(out.sequences_scores, chosen.mean(dim=1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_random_draws_by_the_pictures_too(kind: Zoo) -> None:
+    """The same words about other pictures are another sample, and so another draw."""
+    model, inputs = kind.model("sdpa"), kind.batch("one")
+    kept = []
+    for shift in (0.0, 1.0, 0.0):
+        with prune(model, Random(keep=5)) as run, torch.no_grad():
+            model(**{**inputs, kind.pixels: inputs[kind.pixels] + shift})
+        kept.append(run.kept[0].tolist())
+    assert kept[0] == kept[2] != kept[1]

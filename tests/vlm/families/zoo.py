@@ -1,0 +1,98 @@
+"""Small random models of every family, each with a prompt alone and a left-padded batch of unlike pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.vlm.families import anyres_models, qwen_models
+
+Batch = dict[str, Tensor]
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Zoo:
+    """One kind of model: how it is built, its batches, and its visual token ids.
+
+    `prompts`: name → the pictures of each prompt of a batch, in whatever form `build_batch` takes.
+    """
+
+    name: str
+    build: Callable[[str], Any]
+    build_batch: Callable[[Any], Batch]
+    prompts: dict[str, Any]
+    visual: tuple[int, ...]
+    pixels: str = "pixel_values"
+    per_picture: Callable[[Any, Batch, int], Batch] | None = field(default=None)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def model(self, attention: str) -> Any:
+        return _model(self.name, attention)
+
+    def batch(self, prompts: str) -> Batch:
+        return dict(self.build_batch(self.prompts[prompts]))
+
+    def row(self, prompts: str, row: int) -> Batch:
+        """One prompt of a batch on its own: its padding taken away, its own pictures."""
+        together = self.batch(prompts)
+        real = together["attention_mask"][row].bool()
+        tokens = {name: together[name][row : row + 1, real] for name in PER_TOKEN if name in together}
+        if self.per_picture is None:
+            raise ValueError(f"{self.name} does not say which pictures belong to a prompt")
+        return {**tokens, **self.per_picture(self.prompts[prompts], together, row)}
+
+    def extended(self, inputs: Batch, new: Tensor) -> Batch:
+        """The same prompts with more tokens behind."""
+        more = {"input_ids": new, "attention_mask": torch.ones_like(new), "mm_token_type_ids": torch.zeros_like(new)}
+        return {name: torch.cat([x, more[name]], dim=1) if name in more else x for name, x in inputs.items()}
+
+
+@cache
+def _model(name: str, attention: str) -> Any:
+    return next(kind for kind in FAMILIES if kind.name == name).build(attention)
+
+
+def _qwen(name: str) -> Zoo:
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        first = sum(len(prompt) for prompt in prompts[:row])
+        grids = together["image_grid_thw"]
+        own = grids[first : first + len(prompts[row])]
+        start, size = int(grids[:first].prod(dim=1).sum()), int(own.prod(dim=1).sum())
+        return {"image_grid_thw": own, "pixel_values": together["pixel_values"][start : start + size]}
+
+    prompts = {"one": (((4, 6),),), "padded": (((4, 6),), ((3, 2), (5, 4)))}
+    return Zoo(
+        name, lambda attention: qwen_models.qwen_model(name, attention=attention), qwen_models.qwen_batch, prompts,
+        (qwen_models.IMAGE, qwen_models.VIDEO), per_picture=pictures,
+    )  # fmt: skip
+
+
+def _anyres(name: str) -> Zoo:
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        first = sum(len(prompt) for prompt in prompts[:row])
+        own = slice(first, first + len(prompts[row]))
+        out = {key: together[key][own] for key in ("pixel_values", "image_sizes")}
+        if "batch_num_images" in together:
+            out["batch_num_images"] = together["batch_num_images"][row : row + 1]
+        return out
+
+    prompts = {"one": (((30, 20),),), "padded": (((30, 20),), ((7, 60), (50, 50)))}
+    return Zoo(
+        name, lambda attention: anyres_models.anyres_model(name, attention=attention),
+        lambda sizes: anyres_models.anyres_batch(name, sizes), prompts, (anyres_models.IMAGE, anyres_models.VIDEO),
+        per_picture=pictures,
+    )  # fmt: skip
+
+
+FAMILIES = [
+    *(_anyres(name) for name in anyres_models.CLASSES),
+    *(_qwen(name) for name in qwen_models.CLASSES),
+]
