@@ -71,7 +71,12 @@ def anyres_batch(kind: str, prompts: Sequence[Sequence[Size]]) -> dict[str, Tens
     """One prompt an entry, with pictures of these (width, height); left-padded."""
     seeds = itertools.count()
     inputs = processed(kind, [[picture(size, next(seeds)) for size in sizes] for sizes in prompts])
-    counts = iter(visual_counts(kind, inputs))
+    return {**prompt_ids(prompts, visual_counts(kind, inputs)), **inputs}
+
+
+def prompt_ids(prompts: Sequence[Sequence[Any]], visual: Sequence[int]) -> dict[str, Tensor]:
+    """Left-padded token ids: `visual` placeholders for each picture, words around them."""
+    counts = iter(visual)
     rows = []
     for number, sizes in enumerate(prompts):
         draw = torch.Generator().manual_seed(10 * number + len(sizes))
@@ -82,7 +87,13 @@ def anyres_batch(kind: str, prompts: Sequence[Sequence[Size]]) -> dict[str, Tens
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask, **inputs}
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def one_picture(kind: str, image: Image.Image) -> dict[str, Tensor]:
+    """A prompt about one picture."""
+    inputs = processed(kind, [[image]])
+    return {**prompt_ids([[image]], visual_counts(kind, inputs)), **inputs}
 
 
 def visual_counts(kind: str, inputs: dict[str, Tensor]) -> list[int]:

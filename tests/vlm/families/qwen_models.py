@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from PIL import Image
 from torch import Tensor
 
 IMAGE, VIDEO, START, END, WORDS = 5, 6, 7, 8, 60
@@ -70,6 +71,16 @@ def qwen_batch(prompts: Sequence[Sequence[Grid]]) -> dict[str, Tensor]:
     }
     taken = inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
     return {**inputs, "mm_token_type_ids": (ids == IMAGE).long()} if "mm_token_type_ids" in taken else inputs
+
+
+def one_picture(image: Image.Image) -> dict[str, Tensor]:
+    """A prompt about one picture, as the real image processor makes it."""
+    processor = transformers.Qwen2VLImageProcessor(
+        patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=(4 * PATCH) ** 2, max_pixels=(32 * PATCH) ** 2
+    )
+    made = processor([image], return_tensors="pt", input_data_format="channels_last")
+    _, height, width = made["image_grid_thw"][0].tolist()
+    return {**qwen_batch([[(height // 2, width // 2)]]), "pixel_values": made["pixel_values"]}
 
 
 def words(draw: torch.Generator, count: int) -> list[int]:

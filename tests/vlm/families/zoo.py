@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from tests.vlm.families import anyres_models, qwen_models
@@ -20,7 +21,8 @@ PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
 class Zoo:
     """One kind of model: how it is built, its batches, and its visual token ids.
 
-    `prompts`: name → the pictures of each prompt of a batch, in whatever form `build_batch` takes.
+    `prompts`: name → the pictures of each prompt of a batch, in whatever form `build_batch` takes. `one_picture`: a
+    prompt about a picture, through the real image processor. `resampled`: features may be shrunk behind the tower.
     """
 
     name: str
@@ -28,6 +30,9 @@ class Zoo:
     build_batch: Callable[[Any], Batch]
     prompts: dict[str, Any]
     visual: tuple[int, ...]
+    one_picture: Callable[[Image.Image], Batch]
+    view_patch: int  # pixels of the model's view a visual token is wide
+    resampled: bool = False
     pixels: str = "pixel_values"
     per_picture: Callable[[Any, Batch, int], Batch] | None = field(default=None)
 
@@ -71,7 +76,8 @@ def _qwen(name: str) -> Zoo:
     prompts = {"one": (((4, 6),),), "padded": (((4, 6),), ((3, 2), (5, 4)))}
     return Zoo(
         name, lambda attention: qwen_models.qwen_model(name, attention=attention), qwen_models.qwen_batch, prompts,
-        (qwen_models.IMAGE, qwen_models.VIDEO), per_picture=pictures,
+        (qwen_models.IMAGE, qwen_models.VIDEO), qwen_models.one_picture,
+        2 * qwen_models.PATCH, per_picture=pictures,
     )  # fmt: skip
 
 
@@ -88,6 +94,8 @@ def _anyres(name: str) -> Zoo:
     return Zoo(
         name, lambda attention: anyres_models.anyres_model(name, attention=attention),
         lambda sizes: anyres_models.anyres_batch(name, sizes), prompts, (anyres_models.IMAGE, anyres_models.VIDEO),
+        lambda image: anyres_models.one_picture(name, image), anyres_models.PATCH,
+        resampled=name == "llava_onevision",
         per_picture=pictures,
     )  # fmt: skip
 

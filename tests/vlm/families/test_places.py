@@ -1,0 +1,91 @@
+"""Every family, odd picture shapes: paint a picture under a token's box, and that token moves, and no distant one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from dart_lab.vlm.families import family_of
+from dart_lab.vlm.layout import PATCH, VisualTokens
+from dart_lab.vlm.locate import layout
+from tests.vlm.families.anyres_models import picture
+from tests.vlm.families.zoo import FAMILIES, Zoo
+
+SIZES = [(1, 1), (3, 60), (60, 3), (120, 6), (32, 32), (33, 32), (48, 16), (30, 20), (97, 61), (200, 150)]
+PROBES = 14
+INNER = 0.4  # share of a box that is painted, in its middle
+SUPPORT = 3  # pixels over which resizing spreads what is painted, on the smaller of the two scales
+
+
+def without_mixing(model: Any) -> Any:
+    """A copy in which nothing carries information from patch to patch in the vision tower."""
+    model = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if name.endswith(("out_proj", "attn.proj")) and isinstance(module, nn.Linear):
+            module.weight.data.zero_()
+            module.bias.data.zero_()
+    return model
+
+
+def embeddings(kind: Zoo, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """`(n, channels)` of the visual tokens, as the text model receives them."""
+    seen: list[Tensor] = []
+    hook = model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    with torch.no_grad():
+        model(**inputs)
+    hook.remove()
+    return seen[0][0][family_of(model).visual_mask(model, inputs["input_ids"])[0]]
+
+
+def middle(box: np.ndarray, size: tuple[int, int]) -> tuple[int, int, int, int]:
+    """The pixels in the middle of a box, one at least."""
+    centre, half = (box[:2] + box[2:]) / 2, (box[2:] - box[:2]) * INNER / 2
+    low = np.minimum(np.floor(centre - half), np.array(size) - 1).clip(min=0).astype(int)
+    high = np.maximum(np.floor(centre + half).astype(int), low + 1)
+    return int(low[0]), int(low[1]), int(high[0]), int(high[1])
+
+
+def near(sample: VisualTokens, painted: tuple[int, ...], view_patch: int, cells: int) -> np.ndarray:
+    """Tokens whose box resizing may reach from the painted pixels; `cells` more boxes where features are shrunk."""
+    cell = sample.box[:, 2:] - sample.box[:, :2]
+    margin = SUPPORT * np.maximum(1, cell / view_patch) + cells * cell
+    low, high = sample.box[:, :2] - margin, sample.box[:, 2:] + margin
+    return ((low < painted[2:]) & (high > painted[:2])).all(axis=1) & (sample.kind == PATCH)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size: tuple[int, int]) -> None:
+    model = without_mixing(kind.model("sdpa"))
+    image = picture(size, seed=7)
+    try:
+        inputs = kind.one_picture(image)
+    except ValueError as error:
+        assert "aspect ratio" in str(error), error
+        return
+    sample = layout(model, inputs, images=[image]).samples[0]
+    patches = np.flatnonzero(sample.kind == PATCH)
+    boxes = sample.box[patches]
+    assert (boxes >= 0).all() and (boxes[:, 2:] <= np.array(size)).all() and (boxes[:, 2:] >= boxes[:, :2]).all()
+    assert np.isnan(sample.box[sample.kind != PATCH]).all()
+    before = embeddings(kind, model, inputs)
+    assert len(before) == len(sample)
+    for token in np.random.default_rng(0).choice(patches, min(PROBES, len(patches)), replace=False):
+        painted = middle(sample.box[token], size)
+        pixels = np.asarray(image).copy()
+        region = pixels[painted[1] : painted[3], painted[0] : painted[2]]
+        region[:] = np.where(region.mean() < 128, 255, 0)
+        moved = (embeddings(kind, model, kind.one_picture(Image.fromarray(pixels))) != before).any(dim=1).numpy()
+        inside = (sample.box[:, :2] <= painted[:2]).all(axis=1) & (sample.box[:, 2:] >= painted[2:]).all(axis=1)
+        must = np.arange(len(sample)) == token if kind.resampled else inside | (np.arange(len(sample)) == token)
+        assert moved[must].all(), (token, sample.box[token], painted)
+        allowed = near(sample, painted, kind.view_patch, int(kind.resampled))
+        assert not moved[~allowed].any(), (token, np.flatnonzero(moved & ~allowed))
