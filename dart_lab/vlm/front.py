@@ -10,21 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
-from dart_lab.pruners.reduction import PAD, Merge, Reduction, compose, mask_to_rows
-from dart_lab.pruners.selectors import ascending
+from dart_lab.pruners.reduction import PAD, Reduction, compose, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
 from dart_lab.vlm.arguments import renumbered
+from dart_lab.vlm.crops import Packing, join_crops, packing
 from dart_lab.vlm.cuts import Cut, gather_along, make_cut
 from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.passes import Held, Pass
 from dart_lab.vlm.run import Sample
-from dart_lab.vlm.vision import CLASS_TOKEN_PLACE, KINDS, VisionReducer, joined_merge
+from dart_lab.vlm.vision import KINDS, VisionReducer
 
 FRONT_KINDS = (*KINDS, "LLM_IN")
 Note = Callable[[Pruner, Reduction, "list[Sample]", Tensor], None]
@@ -59,7 +60,7 @@ class FrontDropper(Dropper):
         self._note, self._apply, self._before_layers = note, apply, before_layers
         self._compact_front = any(part.positions == "compact" for part in front)
         self._asked: list[tuple[Pruner, Reduction]] = []
-        self._vision = VisionReducer(model, on_vision, self._ask_vision) if on_vision else None
+        self._vision = VisionReducer(model, on_vision, self._ask_vision, self._regions) if on_vision else None
         self._cut: Cut | None = None
         self._prompt_length = 0
         self._prompt_attended: Tensor | None = None
@@ -71,6 +72,10 @@ class FrontDropper(Dropper):
             self._undo.append(self._vision.detach)
             self._vision.attach()
         self._hook(self.text.register_forward_hook(self._finish, with_kwargs=True))
+
+    def _regions(self) -> list[np.ndarray] | None:
+        """For each picture, the part of it that each row of the tower's input shows; None: the whole of it."""
+        return None if self.family is None else self.family.regions(self.model, self._prompt_inputs | self._inputs)
 
     def _ask_vision(self, part: Pruner, signals: Signals) -> Reduction | None:
         reduction = part(signals)
@@ -187,36 +192,19 @@ class FrontDropper(Dropper):
 
     def _of_samples(self, crops: Reduction, full: Pass) -> Reduction:
         """Join the crops of every sample: `(crops, …)` → `(batch, …)`, in the sample's own numbering."""
-        images = sum(sample.images for sample in full.samples)
-        repeat = max(len(crops.keep) // max(images, 1), 1)
-        if repeat * images != len(crops.keep):
+        pictures = sum(sample.images for sample in full.samples)
+        rows = full.picture_rows
+        if len(rows) != pictures or (rows and len(crops.keep) % sum(map(len, rows))):
             raise DartLabError(
-                f"{len(crops.keep)} encoded pictures do not belong to the {images} pictures of the prompts"
+                f"{len(crops.keep)} encoded pictures do not belong to the {pictures} pictures of the prompts"
             )
-        rows: list[list[int]] = []
+        packings: list[Packing] = []
         first = 0
         for sample in full.samples:
-            rows += [[image * repeat for image in range(first, first + sample.images)]] * full.expand
+            own = rows[first : first + sample.images]
+            packings += [packing(sample.tokens, own, int(crops.size[0]), crops.keep.device)] * full.expand
             first += sample.images
-        if all(len(row) == 1 for row in rows):
-            return _rows_of(crops, torch.tensor([row[0] for row in rows], device=crops.keep.device))
-        per_crop = int(crops.size[0])
-        none = crops.sequence.new_empty(0)  # what a prompt without pictures joins
-        joined = [
-            torch.cat([none, *(crops.sequence[r][crops.sequence[r] != PAD] + i * per_crop for i, r in enumerate(row))])
-            for row in rows
-        ]
-        sequence = torch.nn.utils.rnn.pad_sequence(joined, batch_first=True, padding_value=PAD)
-        sizes = torch.tensor([len(row) * per_crop for row in rows], device=sequence.device)
-        asked = torch.stack([crops.asked[row].sum() for row in rows])
-        notes = {}
-        if CLASS_TOKEN_PLACE in crops.notes:
-            place = crops.notes[CLASS_TOKEN_PLACE][:, 0]
-            moved = [[place[r] + i * per_crop * (place[r] >= 0) for i, r in enumerate(row)] for row in rows]
-            hosts = [torch.stack(row) if row else none for row in moved]
-            notes[CLASS_TOKEN_PLACE] = torch.nn.utils.rnn.pad_sequence(hosts, batch_first=True, padding_value=PAD)
-        merge = joined_merge(crops, rows, per_crop)
-        return Reduction(keep=ascending(sequence), size=sizes, asked=asked, slots=sequence, merge=merge, notes=notes)
+        return join_crops(crops, packings)
 
     def continue_prompt(self, now: Pass) -> None:
         """Left to `_shorten_inputs`, which knows the short pass."""
@@ -311,28 +299,6 @@ class FrontDropper(Dropper):
             return (cut.scatter(output[0], full.length), *output[1:])
         output["last_hidden_state"] = cut.scatter(output["last_hidden_state"], full.length)
         return output
-
-
-def _rows_of(reduction: Reduction, index: Tensor) -> Reduction:
-    """Some samples of a reduction, in the order of `index`."""
-
-    def pick(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[index]
-
-    merge = reduction.merge
-    return Reduction(
-        keep=reduction.keep[index],
-        size=reduction.size[index],
-        asked=reduction.asked[index],
-        order=pick(reduction.order),
-        score=pick(reduction.score),
-        slots=pick(reduction.slots),
-        sizes=pick(reduction.sizes),
-        merge=None
-        if merge is None
-        else Merge(slot=merge.slot[index], source=merge.source[index], weight=merge.weight[index]),
-        notes={name: note[index] for name, note in reduction.notes.items()},
-    )
 
 
 def marks(reduction: Reduction, number: Tensor) -> dict[str, Tensor]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from dart_lab.errors import DartLabError
 
 PATCH, NEWLINE, CLS = "patch", "newline", "cls"
+NO_PATCH, BLENDED = -1, -2
 PADDING, BEFORE, VISUAL, AFTER = 0, 1, 2, 3
 GROUPS = ("padding", "text before the image", "visual", "text after the image")
 
@@ -20,7 +22,9 @@ class VisualTokens:
 
     `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0; `row`, `column` on
     the grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline" or "cls"; `box` `(n, 4)` pixels
-    x0, y0, x1, y1 (NaN for tokens without a place).
+    x0, y0, x1, y1 (NaN for tokens without a place). `patch`: number of the token's patch among those that the tower
+    gives of its crop, -1 for a token that is none of them (a newline), -2 for one that is blended from several; None: a
+    picture's tokens are all patches of its crops, in order.
     """
 
     position: np.ndarray
@@ -31,6 +35,7 @@ class VisualTokens:
     column: np.ndarray
     kind: np.ndarray
     box: np.ndarray
+    patch: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.position)
@@ -40,7 +45,9 @@ class VisualTokens:
         """The tokens of several images, one after the other."""
         if not parts:
             return unknown_place(np.empty(0, dtype=np.int64))
-        return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
+        columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(cls)}
+        joined: dict[str, Any] = {name: np.concatenate(x) for name, x in columns.items() if x[0] is not None}
+        return cls(**joined)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,9 +7,9 @@ the slots; the other places are dropped in front of the language model (`front.p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,20 +33,30 @@ class VisionReducer:
         model: a model with a vision tower of CLIP's build and a projector.
         parts: the single-stage methods that act there, in the order of their stages.
         decide: part, signals → reduction (None: leave as it is).
+        regions: which part of each picture each row of the tower's input shows, see `Family.regions`.
 
     `placed` is what all parts did together, for each crop, in indices of the tokens that go on to the language model;
     None where nothing was reduced since the tower last ran.
     """
 
     def __init__(
-        self, model: Any, parts: Sequence[Pruner], decide: Callable[[Pruner, Signals], Reduction | None]
+        self,
+        model: Any,
+        parts: Sequence[Pruner],
+        decide: Callable[[Pruner, Signals], Reduction | None],
+        regions: Callable[[], list[np.ndarray] | None] = lambda: None,
     ) -> None:
         tower = compat.vision_tower(model)
         if tower is None:
             raise DartLabError(f"{type(model).__name__} has no vision tower; reduce inside the language model instead")
         self.tower, self.projector, self.blocks = tower, compat.projector(model), compat.vision_blocks(tower)
-        self.parts, self._decide = list(parts), decide
-        feature = model.config.vision_feature_layer
+        self.parts, self._decide, self._regions = list(parts), decide, regions
+        feature = getattr(model.config, "vision_feature_layer", None)
+        if feature is None:
+            raise DartLabError(
+                f"the vision tower of {type(model).__name__} is not of CLIP's build, so nothing can be reduced in it; "
+                "use a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
+            )
         if not isinstance(feature, int):
             raise DartLabError(
                 "features from several vision layers cannot be reduced; use a method inside the language model"
@@ -176,14 +186,27 @@ class VisionReducer:
             **(extra or {}),
         }
         cls = torch.zeros(crops, dtype=torch.int64, device=states.device) if self.has_cls else None
+        image, region = self._views(crops, states.device)
         return Signals(
             visual=torch.arange(first, length, device=states.device).expand(crops, -1).where(attended[:, first:], PAD),
             attended=attended,
             cls=cls,
             grid=self._grid_now(crops, first, states.device),
+            image=image,
+            region=region,
             providers=providers,
             original=torch.full((crops,), self.places + self.drops_cls - first, device=states.device),
         )
+
+    def _views(self, crops: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+        """Picture `(crops,)` and region `(crops, 4)` of every crop; None where each is a whole picture."""
+        known = self._regions()
+        if known is None:
+            return None, None
+        repeat = crops // max(sum(map(len, known)), 1)  # beams encode a picture once each
+        regions = [own for own in known for _ in range(repeat)]
+        image = torch.repeat_interleave(torch.arange(len(regions)), torch.tensor([len(own) for own in regions]))
+        return image.to(device), torch.from_numpy(np.concatenate(regions)).float().to(device)
 
     def _rows_of(self, block: int) -> Callable[[Tensor], Tensor]:
         return lambda queries: attention_rows(self._captured[block], queries, 0)
@@ -295,25 +318,3 @@ class VisionReducer:
             notes={**reduction.notes, CLASS_TOKEN_PLACE: host},
         )
 
-
-def joined_merge(crops: Reduction, rows: Sequence[Sequence[int]], per_crop: int) -> Merge | None:
-    """What the crops of every sample are made of, in the sample's own numbering; None if they only drop.
-
-    `rows`: the crops of each sample; `per_crop`: tokens that each crop had.
-    """
-    if crops.merge is None:
-        return None
-    merge, counts = crops.merge, crops.counts.tolist()
-    columns: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-    for row in rows:
-        first = list(accumulate((counts[crop] for crop in row), initial=0))
-        slots = [merge.slot[c].where(merge.slot[c] == PAD, merge.slot[c] + first[i]) for i, c in enumerate(row)]
-        sources = [merge.source[c] + i * per_crop for i, c in enumerate(row)]
-        parts = (slots, sources, [merge.weight[c] for c in row])
-        for column, part, like in zip(columns, parts, (merge.slot, merge.source, merge.weight), strict=True):
-            column.append(torch.cat([like.new_empty(0), *part]))
-    slot, source, weight = (
-        torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=empty)
-        for column, empty in zip(columns, (PAD, 0, 0), strict=True)
-    )
-    return Merge(slot=slot, source=source, weight=weight)

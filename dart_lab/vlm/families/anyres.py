@@ -17,7 +17,7 @@ import torch
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import fill_pictures, image_token
-from dart_lab.vlm.layout import NEWLINE, PATCH, VisualTokens, raster, unknown_place
+from dart_lab.vlm.layout import BLENDED, NEWLINE, NO_PATCH, PATCH, VisualTokens, raster, unknown_place
 
 _X, _Y, _NEWLINE = range(3)  # channels that go through the packing: centre of a patch in patches, and a mark
 _DIGITS = 6  # of a centre that interpolation made
@@ -70,6 +70,20 @@ class AnyRes:
         pinpoints, view = model.config.image_grid_pinpoints, model.config.vision_config.image_size
         return [count(list(size), pinpoints, view) if tiled else 1 for size, tiled in zip(sizes, alone, strict=True)]
 
+    def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
+        sizes = _sizes(inputs)
+        out = []
+        for (height, width), rows in zip(sizes, self.pixel_rows(model, inputs, len(sizes)), strict=True):
+            whole = np.array([[0.0, 0.0, 1.0, 1.0]])
+            if rows > 1:
+                down, across = _tile_grid(model, (height, width))
+                _, _, box = raster(down, across, across, down)
+                view = model.config.vision_config.image_size
+                box = _unstretch(box * view, (across * view, down * view), (width, height))
+                whole = np.concatenate([whole, box / np.array([width, height] * 2)])
+            out.append(whole)
+        return out
+
 
 def _sizes(inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
     """(height, width) of every picture of the batch."""
@@ -84,34 +98,36 @@ def _module(model: Any) -> Any:
     return sys.modules[type(model).__module__]
 
 
+def _tile_grid(model: Any, size: tuple[int, int]) -> tuple[int, int]:
+    """Tiles down and across of a picture of `size` (height, width)."""
+    view = model.config.vision_config.image_size
+    down, across = _module(model).get_anyres_image_grid_shape(list(size), model.config.image_grid_pinpoints, view)
+    return int(down), int(across)
+
+
 def _picture(model: Any, size: tuple[int, int], tiles: int, original: tuple[int, int]) -> VisualTokens:
     """The tokens of one picture of `size` (height, width), boxes in pixels of `original` (width, height)."""
     view = model.config.vision_config.image_size
     side = view // model.config.vision_config.patch_size
     row, column, box = raster(side, side, *original)
-    parts = [_tokens(row, column, np.zeros(side * side, dtype=np.int64), box)]
+    parts = [_tokens(row, column, np.zeros(side * side, dtype=np.int64), box, row * side + column)]
     packed = _pack(model, size, tiles, side)[side * side :]
     newline = packed[:, _NEWLINE] > 0
     if not tiles:  # a single view ends in one newline
         return VisualTokens.join([*parts, _newlines(np.zeros(int(newline.sum()), dtype=np.int64))])
-    rows, columns = _module(model).get_anyres_image_grid_shape(list(size), model.config.image_grid_pinpoints, view)
-    crop, row, column, box = _places(packed, newline, side, columns)
+    rows, columns = _tile_grid(model, size)
+    crop, row, column, box, patch = _places(packed, newline, side, columns)
     canvas = (columns * view, rows * view)
     box = _unstretch(box * (view / side), canvas, (size[1], size[0]))
     box *= np.array([original[0] / size[1], original[1] / size[0]] * 2)
-    tokens = _tokens(row, column, crop, box)
+    tokens = _tokens(row, column, crop, box, patch)
     tokens.kind[newline] = NEWLINE
     return VisualTokens.join([*parts, tokens])
 
 
 def _pack(model: Any, size: tuple[int, int], tiles: int, side: int) -> np.ndarray:
     """`(tokens, 3)`: where the model puts the patches of a picture, the base view first."""
-    if tiles:
-        rows, columns = _module(model).get_anyres_image_grid_shape(
-            list(size), model.config.image_grid_pinpoints, model.config.vision_config.image_size
-        )
-    else:
-        rows = columns = 0
+    rows, columns = _tile_grid(model, size) if tiles else (0, 0)
     y, x = (part + 0.5 for part in np.mgrid[: rows * side, : columns * side].astype(np.float64))
     stitched = np.stack([x, y, np.zeros_like(x)], axis=-1).reshape(rows, side, columns, side, 3)
     crops = stitched.transpose(0, 2, 1, 3, 4).reshape(tiles, side * side, 3)
@@ -129,8 +145,8 @@ def _pack(model: Any, size: tuple[int, int], tiles: int, side: int) -> np.ndarra
 
 def _places(
     packed: np.ndarray, newline: np.ndarray, side: int, columns: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Crop, row and column `(n,)` and box `(n, 4)`, in patches of the stitched tiles, of the tokens behind the base."""
+) -> tuple[np.ndarray, ...]:
+    """Crop, row, column, box in patches of the stitched tiles, and patch number, of the tokens behind the base."""
     x, y = (packed[:, channel].round(_DIGITS) for channel in (_X, _Y))
     across, down = np.unique(x[~newline]), np.unique(y[~newline])
     step_x = across[1] - across[0] if len(across) > 1 else down[1] - down[0] if len(down) > 1 else 1.0
@@ -140,11 +156,12 @@ def _places(
     row = _rank(y, tile_y, down, side)
     column = _rank(x, tile_x, across, side)
     box = np.stack([x - step_x / 2, y - step_y / 2, x + step_x / 2, y + step_y / 2], axis=1)
+    patch = np.floor(y % side) * side + np.floor(x % side) if step_x == step_y == 1 else np.full(len(x), BLENDED)
     before = np.maximum.accumulate(np.where(newline, 0, np.arange(len(x))))
     crop = crop[before]
     row[newline] = column[newline] = -1
     box[newline] = np.nan
-    return crop, row, column, box
+    return crop, row, column, box, np.where(newline, NO_PATCH, patch).astype(np.int64)
 
 
 def _rank(value: np.ndarray, tile: np.ndarray, known: np.ndarray, side: int) -> np.ndarray:
@@ -165,19 +182,21 @@ def _unstretch(box: np.ndarray, canvas: tuple[int, int], size: tuple[int, int]) 
     return np.clip(placed, 0, np.array(size * 2))
 
 
-def _tokens(row: np.ndarray, column: np.ndarray, crop: np.ndarray, box: np.ndarray) -> VisualTokens:
+def _tokens(
+    row: np.ndarray, column: np.ndarray, crop: np.ndarray, box: np.ndarray, patch: np.ndarray
+) -> VisualTokens:
     n = len(row)
     zero = np.zeros(n, dtype=np.int64)
     return VisualTokens(
         position=zero, image=zero, frame=zero, crop=crop, row=row, column=column,
-        kind=np.full(n, PATCH, dtype=np.result_type(np.array(PATCH), np.array(NEWLINE))), box=box,
+        kind=np.full(n, PATCH, dtype=np.result_type(np.array(PATCH), np.array(NEWLINE))), box=box, patch=patch,
     )  # fmt: skip
 
 
 def _newlines(crop: np.ndarray) -> VisualTokens:
     n = len(crop)
     nowhere = np.full(n, -1, dtype=np.int64)
-    tokens = _tokens(nowhere, nowhere, crop, np.full((n, 4), np.nan))
+    tokens = _tokens(nowhere, nowhere, crop, np.full((n, 4), np.nan), np.full(n, NO_PATCH))
     tokens.kind[:] = NEWLINE
     return tokens
 

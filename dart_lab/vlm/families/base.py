@@ -54,6 +54,11 @@ class Family(Protocol):
     def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
         """Rows of the vision tower's input that each of the batch's `images` pictures occupies; None: unknown."""
 
+    def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
+        """For each picture of the batch `(rows, 4)`: the part of it that each row of the tower's input shows, as shares
+        left, top, right, bottom; None: every row shows a whole picture.
+        """
+
 
 def image_token(config: Any) -> int:
     """The id of the image placeholder, under its newer or older name."""

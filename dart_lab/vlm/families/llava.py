@@ -68,6 +68,9 @@ class Llava:
     def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
         return [1] * images
 
+    def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
+        return None
+
 
 def _to_original(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:
     """Undo CLIP's resize of the shortest side and centre crop: pixels of the view → pixels of the picture."""

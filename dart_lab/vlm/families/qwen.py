@@ -64,5 +64,8 @@ class Qwen:
         grids = inputs.get(_GRIDS)
         return None if grids is None else [int(rows) for rows in grids.prod(dim=1)]
 
+    def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
+        return None
+
 
 QWEN = Qwen()

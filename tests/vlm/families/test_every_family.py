@@ -76,7 +76,7 @@ def test_greedy_decoding_equals_a_recompute_without_cache(kind: Zoo) -> None:
     with prune(model, DART(keep=5)):
         again, recomputed = answer(kind, model, inputs, use_cache=False)
     assert torch.equal(tokens, again)
-    torch.testing.assert_close(logits, recomputed, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, recomputed, atol=2e-5, rtol=0)  # other matrix shapes round otherwise
 
 
 @pytest.mark.parametrize("kind", FAMILIES, ids=str)
