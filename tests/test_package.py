@@ -103,7 +103,7 @@ def test_the_rooms_keep_to_themselves(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("library", "home"),
-    [("transformers", ("dart_lab/vlm", "dart_lab/tiny")), ("matplotlib", ("dart_lab/displays",)),
+    [("transformers", ("dart_lab/vlm", "dart_lab/tiny", "dart_lab/mini")), ("matplotlib", ("dart_lab/displays",)),
      ("seaborn", ("dart_lab/displays",))],
 )
 def test_only_one_room_imports_a_library(library: str, home: tuple[str, ...]) -> None:

@@ -1,4 +1,7 @@
-"""Questions about a scene, with exact answers: seven families, each with a closed set of answers a template."""
+"""Questions about a scene, with exact answers: families of questions, each with a closed set of answers a template.
+
+``FAMILIES`` are the seven that a task asks by default; ``place`` is asked only where it is named.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,8 @@ SHAPE_FACTS: dict[str, str] = {
     "ring": "finger", "cross": "hospital", "heart": "love", "arrow": "bow",
 }  # fmt: skip
 CELL_NAMES: tuple[str, ...] = tuple(f"{chr(ord('a') + x)}{y + 1}" for y in range(CELLS) for x in range(CELLS))
+QUARTERS: tuple[str, ...] = ("top left", "top right", "bottom left", "bottom right")
+QUARTER_MARGIN = 0.08 * CANVAS  # least distance of an asked-about center from both midlines, pixels
 NUMBERS: tuple[str, ...] = tuple(str(number) for number in range(10, 100))
 
 
@@ -164,6 +169,22 @@ def _text(scene: Scene, rng: np.random.Generator, want: int | None) -> Question 
     return Question("text", "what number is on the plate?", scene.plate.digits, NUMBERS, (number,))
 
 
+def quarter_of(scene: Scene, thing: Thing) -> int | None:
+    """Number in ``QUARTERS`` of the quarter of the canvas that holds the object's center; None near a midline."""
+    x, y = thing.x + scene.origin[0] - CANVAS / 2, thing.y + scene.origin[1] - CANVAS / 2
+    return None if min(abs(x), abs(y)) < QUARTER_MARGIN else 2 * (y > 0) + (x > 0)
+
+
+def _place(scene: Scene, rng: np.random.Generator, want: int | None) -> Question | None:
+    quarters = {i: quarter_of(scene, scene.things[i]) for i in _unique(scene, _name)}
+    wanted = int(rng.integers(len(QUARTERS))) if want is None else want % len(QUARTERS)
+    options = [i for i, quarter in quarters.items() if quarter == wanted]
+    if not options:
+        return None
+    i = _pick(rng, options)
+    return Question("place", f"where is the {scene.things[i].name}?", QUARTERS[wanted], QUARTERS, (i + 1,))
+
+
 _ASKERS: dict[str, Callable[[Scene, np.random.Generator, int | None], Question | None]] = {
     "exist": _exist,
     "attribute": _attribute,
@@ -172,8 +193,10 @@ _ASKERS: dict[str, Callable[[Scene, np.random.Generator, int | None], Question |
     "ground": _ground,
     "text": _text,
     "knowledge": _knowledge,
+    "place": _place,
 }
-FAMILIES: tuple[str, ...] = tuple(_ASKERS)
+FAMILIES: tuple[str, ...] = tuple(family for family in _ASKERS if family != "place")
+ALL_FAMILIES: tuple[str, ...] = tuple(_ASKERS)
 
 
 def ask(scene: Scene, family: str, rng: np.random.Generator, want: int | None = None) -> Question | None:
@@ -181,7 +204,7 @@ def ask(scene: Scene, family: str, rng: np.random.Generator, want: int | None = 
 
     Args:
         scene: the picture asked about.
-        family: one of ``FAMILIES``.
+        family: one of ``ALL_FAMILIES``.
         rng: source of the random choices.
         want: a running number by which answers and templates take turns, so that they are balanced exactly; by
             default they are drawn.

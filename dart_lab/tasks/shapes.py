@@ -8,7 +8,7 @@ import numpy as np
 
 from dart_lab.errors import DartLabError
 from dart_lab.tasks.base import Sample, Task, check_families
-from dart_lab.tasks.questions import FAMILIES, Question, ask
+from dart_lab.tasks.questions import ALL_FAMILIES, FAMILIES, Question, ask
 from dart_lab.tasks.scene import COUNTS, Scene, compose
 
 STREAM = 1_009  # keeps the task's pictures apart from other drawings with the same seed
@@ -41,7 +41,7 @@ def shapes_task(
     Args:
         n: number of questions.
         seed: 0 or more; other seeds give other pictures.
-        families: kinds of questions, by default all of ``FAMILIES``.
+        families: kinds of questions from ``ALL_FAMILIES``, by default ``FAMILIES``.
         questions_per_image: number of different questions about every picture, by default one.
 
     Raises:
@@ -50,7 +50,7 @@ def shapes_task(
     >>> shapes_task(n=3, seed=1, families=["count"])[2].answer
     '3'
     """
-    chosen = check_families(families, FAMILIES)
+    chosen = FAMILIES if families is None else check_families(families, ALL_FAMILIES)
     if seed < 0:
         raise DartLabError(f"seed is {seed}: give 0 or more")
 

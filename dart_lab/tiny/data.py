@@ -83,14 +83,14 @@ def center_weights(drawn: scene.Scene) -> np.ndarray:
     return weights.reshape(len(drawn.things), -1)
 
 
-def covering(drawn: scene.Scene) -> np.ndarray:
+def covering(drawn: scene.Scene, patch_side: int = PATCH) -> np.ndarray:
     """(patches,) entry of the index map that covers most of every patch, 0 where less than ``COVERED`` is covered."""
-    grid, classes = drawn.side // PATCH, len(drawn.things) + 2
-    patch = np.arange(drawn.side) // PATCH
+    grid, classes = drawn.side // patch_side, len(drawn.things) + 2
+    patch = np.arange(drawn.side) // patch_side
     keys = (patch[:, None] * grid + patch[None]) * classes + drawn.index
     counts = np.bincount(keys.ravel(), minlength=grid * grid * classes).reshape(-1, classes)
     best = counts[:, 1:].argmax(axis=1) + 1
-    return np.where(counts[np.arange(grid * grid), best] >= COVERED * PATCH**2, best, 0)
+    return np.where(counts[np.arange(grid * grid), best] >= COVERED * patch_side**2, best, 0)
 
 
 def describe(drawn: scene.Scene, weights: np.ndarray) -> dict[str, np.ndarray]:

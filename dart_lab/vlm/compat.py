@@ -85,10 +85,12 @@ def text_model(model: Any) -> Any:
 
 
 def self_attention(layer: nn.Module) -> Any:
-    """The self-attention module of a decoder layer."""
+    """The self-attention module of a decoder layer or a vision block, the one that calls the kernel."""
     for name, child in layer.named_children():
-        if "attn" in name and hasattr(child, "config"):
-            return child
+        if _is_attention(name):
+            for module in (child, getattr(child, "attention", None)):  # DINOv2 of earlier releases holds it one deeper
+                if hasattr(module, "config"):
+                    return module
     raise DartLabError(
         f"{type(layer).__name__} has no self-attention module (a linear-attention layer?); choose another layer"
     )
@@ -108,10 +110,44 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
 def vision_blocks(tower: nn.Module) -> nn.ModuleList:
     """The transformer blocks of an image encoder: its longest list of modules that own attention."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    owners = [blocks for blocks in lists if any("attn" in name for name, _ in blocks[0].named_children())]
+    owners = [blocks for blocks in lists if any(_is_attention(name) for name, _ in blocks[0].named_children())]
     if not owners:
         raise DartLabError(f"{type(tower).__name__} has no list of transformer blocks that dart-lab knows")
     return max(owners, key=len)
+
+
+def _is_attention(name: str) -> bool:
+    return "attn" in name or name == "attention"
+
+
+def attended(block: Any, states: Tensor, mask: Tensor | None, **kwargs: Any) -> Tensor:
+    """What the attention half of a vision block adds to its states `(crops, tokens, width)`; CLIP's build or DINOv2's.
+
+    `mask` `(crops, 1, tokens, tokens)` is added to the logits, None adds nothing.
+
+    Raises:
+        DartLabError: there is a mask, and this release's attention takes none.
+    """
+    if hasattr(block, "self_attn"):
+        return block.self_attn(hidden_states=block.layer_norm1(states), attention_mask=mask, **kwargs)[0]
+    takes = inspect.signature(block.attention.forward).parameters
+    if "attention_mask" in takes:
+        out = block.attention(block.norm1(states), attention_mask=mask, **kwargs)
+    elif mask is None:
+        out = block.attention(block.norm1(states))
+    else:
+        raise DartLabError(
+            f"{type(block).__name__} of this transformers release takes no mask, which the method needs inside the "
+            "vision tower; install transformers 5.24 or later, or use a method after the tower"
+        )
+    return block.layer_scale1(out[0] if isinstance(out, tuple) else out)
+
+
+def transformed(block: Any, states: Tensor) -> Tensor:
+    """What the MLP half of a vision block adds to its states."""
+    if hasattr(block, "self_attn"):
+        return block.mlp(block.layer_norm2(states))
+    return block.layer_scale2(block.mlp(block.norm2(states)))
 
 
 def projector(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""`load`: "tiny", a folder or a hub id becomes a model with its processor, ready for pictures and questions."""
+"""`load`: "tiny", "mini", a folder or a hub id becomes a model with its processor, ready for pictures and questions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ import torch
 from safetensors import SafetensorError
 
 from dart_lab.errors import DartLabError, did_you_mean
+from dart_lab.mini.get import cache_folder, is_current
 from dart_lab.vlm.families import family_of, supported_model_types
 from dart_lab.vlm.vlm import VLM
 
 #: Models that come with the package: name → folder beside the package's own files.
 PACKAGED = {"tiny": Path(__file__).parents[1] / "tiny" / "checkpoint"}
+#: The model that `dart-lab get mini` puts together.
+MINI = "mini"
+NAMES = (*PACKAGED, MINI)
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_SECONDS = 10
@@ -39,7 +43,8 @@ def load(
     """Load a vision-language model and its processor.
 
     Args:
-        name: "tiny" (comes with the package, works offline), a folder in the hub's format, or a hub id `owner/name`.
+        name: "tiny" (comes with the package, works offline), "mini" (after `dart-lab get mini`), a folder in the hub's
+            format, or a hub id `owner/name`.
         revision: branch, tag or commit of a hub id. Default: its main branch.
         dtype: "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU, where half precision
             is slow and inexact; or "float32", "float16", "bfloat16", "float64", or a `torch.dtype`.
@@ -63,7 +68,7 @@ def load(
     place = _device(device)
     wanted = _dtype(dtype)
     check_model_name(name, revision=revision)
-    folder = PACKAGED.get(name, Path(name).expanduser())
+    folder = _place_of(name)
     local = folder.is_dir()
     source = str(folder) if local else name
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -84,10 +89,13 @@ def check_model_name(name: str, *, revision: str | None = None) -> None:
         revision: as in `load`; only hub ids have revisions.
     """
     if not name.strip():
-        raise DartLabError("the model's name is empty; give 'tiny', a folder or a hub id")
-    folder = PACKAGED.get(name, Path(name).expanduser())
+        raise DartLabError("the model's name is empty; give 'tiny', 'mini', a folder or a hub id")
+    folder = _place_of(name)
     if name in PACKAGED and not (folder / "config.json").is_file():
         raise DartLabError(f"model {name!r} is not in this installation; install dart-lab again")
+    if name == MINI and not is_current(folder):
+        state = "was made by another version" if (folder / "config.json").is_file() else "is not on this disk yet"
+        raise DartLabError(f"model 'mini' {state}; run: dart-lab get mini (fetches 183 MB once), or take 'tiny'")
     if folder.is_dir():
         if revision is not None:
             raise DartLabError(f"revision={revision!r}: {name} is a folder and has no revisions; leave it out")
@@ -98,17 +106,22 @@ def check_model_name(name: str, *, revision: str | None = None) -> None:
         raise DartLabError(f"{name}: no such folder; check the path")
     elif not _HUB_ID.fullmatch(name):
         raise DartLabError(
-            f"unknown model {name!r}. {did_you_mean(name, PACKAGED)} A folder must exist; a hub id is owner/name"
+            f"unknown model {name!r}. {did_you_mean(name, NAMES)} A folder must exist; a hub id is owner/name"
         )
 
 
 def decoder_layers(name: str) -> int | None:
     """How many decoder layers a packaged model or a folder has, from its config alone; None if that does not tell."""
-    config = PACKAGED.get(name, Path(name).expanduser()) / "config.json"
+    config = _place_of(name) / "config.json"
     if not config.is_file():
         return None
     depth = json.loads(config.read_text(encoding="utf-8")).get("text_config", {}).get("num_hidden_layers")
     return depth if isinstance(depth, int) else None
+
+
+def _place_of(name: str) -> Path:
+    """The folder of a model that has a name, else the name as a path."""
+    return cache_folder() if name == MINI else PACKAGED.get(name, Path(name).expanduser())
 
 
 def _check_folder(folder: Path, name: str) -> None:

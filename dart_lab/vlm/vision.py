@@ -30,7 +30,7 @@ class VisionReducer:
     """Hooks on the vision tower and the projector that apply reductions to every crop.
 
     Args:
-        model: a model with a vision tower of CLIP's build and a projector.
+        model: a model with a vision tower of CLIP's or DINOv2's build and a projector.
         parts: the single-stage methods that act there, in the order of their stages.
         decide: part, signals → reduction (None: leave as it is).
         regions: which part of each picture each row of the tower's input shows, see `Family.regions`.
@@ -128,11 +128,10 @@ class VisionReducer:
             bias = self._bias(hidden_states, attention_mask)
             for name in ("output_attentions", "causal_attention_mask"):
                 kwargs.pop(name, None)
-            attended = block.self_attn(hidden_states=block.layer_norm1(hidden_states), attention_mask=bias, **kwargs)
-            states = hidden_states + attended[0]
+            states = hidden_states + compat.attended(block, hidden_states, bias, **kwargs)
             if part is not None:
                 states = self._reduce_block(index, part, states)
-            states = states + block.mlp(block.layer_norm2(states))
+            states = states + compat.transformed(block, states)
             return (states,) if as_tuple else states
 
         block.forward = forward

@@ -63,12 +63,15 @@ def answer_anew(drawn: Scene, text: str) -> str:
         (thing,) = named(drawn, *match.groups())
         side = CANVAS / 6
         return "abcdef"[int(thing.x / side)] + str(1 + int(thing.y / side))
+    if match := re.fullmatch(rf"where is the ({ADJECTIVE}) ({NOUN})\?", text):
+        (thing,) = named(drawn, *match.groups())
+        return f"{'top' if thing.y < CANVAS / 2 else 'bottom'} {'left' if thing.x < CANVAS / 2 else 'right'}"
     assert text == "what number is on the plate?"
     assert drawn.plate is not None
     return drawn.plate.digits
 
 
-@pytest.mark.parametrize("family", questions.FAMILIES)
+@pytest.mark.parametrize("family", questions.ALL_FAMILIES)
 def test_answers_follow_from_the_objects(family: str) -> None:
     asked = 0
     for i, drawn in enumerate(scenes(60)):
@@ -82,6 +85,12 @@ def test_answers_follow_from_the_objects(family: str) -> None:
                 assert question.answer in question.choices
                 assert len(set(question.choices)) == len(question.choices)
     assert asked > 40
+
+
+def test_places_are_asked_only_where_they_are_named_and_are_balanced() -> None:
+    assert "place" not in {sample.family for sample in load_task("shapes", n=16)}
+    answers = [sample.answer for sample in load_task("shapes", n=8, families=["place"])]
+    assert sorted(answers) == sorted(questions.QUARTERS * 2)
 
 
 def test_referents_are_the_objects_in_question() -> None:

