@@ -122,7 +122,9 @@ def _at(layers: tuple[int, ...], depth: Depth, *, least: int = 1) -> tuple[int, 
     for place in layers:
         out.append(max(int(place * depth.layers / PUBLISHED_DEPTH + 0.5), out[-1] + 1 if out else least))
     if out[-1] >= depth.layers:
-        raise DartLabError(f"{len(layers)} cuts do not fit into {depth.layers} decoder layers")
+        raise DartLabError(
+            f"the method's {len(layers)} cuts do not fit into {depth.layers} decoder layers; make it with your layers="
+        )
     return tuple(out)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
 from dart_lab.vlm.branching import Answers, Trunk, branch_rows, first_margin, grow, pad_token, whole_rows
+from dart_lab.vlm.deepstack import deepstack_layers
 from dart_lab.vlm.insert import adapter_for, check_method, prune
 from dart_lab.vlm.locate import layout, model_of
 from dart_lab.vlm.run import Run, Sample
@@ -126,15 +127,18 @@ def unshared(model: Any, pruner: Pruner | None) -> str:
         or (getattr(options, "no_repeat_ngram_size", None) or 0) > 0
     ):
         return "the model's generation settings change logits by what was said before"
-    if hasattr(getattr(model, "model", None), "_deepstack_process"):
-        return "the model adds picture features behind its first layers"
     if pruner is None:
         return ""
     if getattr(pruner, "rerank", False):
         return "it ranks anew at every step"
     kinds = [part.stage.kind for part in pruner.parts()]
     outside = [kind for kind in kinds if kind != "LLM_LAYER"]
-    return f"it acts at {outside[0]}, not only inside the decoder" if outside else ""
+    if outside:
+        return f"it acts at {outside[0]}, not only inside the decoder"
+    early = deepstack_layers(model)
+    if any(part.stage.layer < early for part in pruner.parts()):
+        return f"the model adds picture features behind its first {early} layers"
+    return ""
 
 
 def _groups(model: Any, trunk: Trunk, own: Mapping[int, Pruner], memory: int) -> list[list[int]]:

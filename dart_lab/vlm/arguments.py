@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabWarning
+from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.reduction import PAD
-from dart_lab.vlm import ragged
+from dart_lab.vlm import compat, ragged
 from dart_lab.vlm.cuts import Cut, gather_along, select_positions
 from dart_lab.vlm.passes import Pass
 
@@ -34,16 +36,29 @@ def move_positions(
             if kwargs.get(name) is not None:
                 kwargs[name] = once(now, (name, key), kwargs[name], lambda value: select_positions(value, rows))
     elif cut is not None or shift is not None:
-        ids = kwargs.get("position_ids")
-        if not isinstance(ids, Tensor) or ids.dim() != 2:
-            raise DartLabError(
-                "positions can be renumbered only where they are one number a token; keep the original ones"
-            )
-        moved = once(now, ("moved", key), ids, lambda value: renumbered(value, cut, shift))
+        moved = once(now, ("moved", key), kwargs["position_ids"], lambda value: renumbered(value, cut, shift))
         kwargs["position_ids"] = moved
         kwargs["position_embeddings"] = once(
             now, ("turned", key), moved, lambda value: text.rotary_emb(states, value)
         )
+
+
+def renumbers(model: Any, part: Pruner) -> bool:
+    """Whether the tokens that a method leaves are renumbered without gaps.
+
+    Positions of several axes (M-RoPE) have no order to renumber: there tokens keep their original ones, and a warning
+    says so.
+    """
+    if part.positions != "compact":
+        return False
+    if not compat.has_position_axes(compat.text_model(model)):
+        return True
+    warnings.warn(
+        f"{part.name}: positions of several axes (M-RoPE) have no order to renumber, so tokens keep their original "
+        "positions",
+        DartLabWarning, stacklevel=2,
+    )  # fmt: skip
+    return False
 
 
 def shorten_mask(

@@ -21,6 +21,7 @@ from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.reduction import PAD, Reduction, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat
+from dart_lab.vlm.arguments import renumbers
 from dart_lab.vlm.cuts import Cut, make_cut
 from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.families import Family
@@ -110,7 +111,7 @@ class _Branches(Dropper):
         later = [part for part in parts if part.stage.layer > first]
         super().__init__(
             model, family, None, stages=[part.stage.layer for part in later], decide=decide,
-            compact=[part.stage.layer for part in later if part.positions == "compact"],
+            compact=[part.stage.layer for part in later if renumbers(model, part)],
             needs={need for part in later for need in part.needs},
         )  # fmt: skip
         self._first, self._restore = first, False
@@ -177,7 +178,7 @@ def branch_rows(
         own = [Sample(s.tokens, s.token_ids, s.images, s.view) for s in now.samples]
         record(run, pruner, reduction, own, visual_number, stage=pruner.parts()[0].stage)
         samples.append(own)
-        cuts.append(_cut(reduction, first, now, compact=pruner.parts()[0].positions == "compact"))
+        cuts.append(_cut(reduction, first, now, compact=renumbers(model, pruner.parts()[0])))
     states = _stack([cut.states(fork.states) for cut in cuts], fork.states.shape[2])
     padded = fork.kwargs.get("attention_mask") is not None
     cut = Cut(

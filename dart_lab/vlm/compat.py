@@ -226,14 +226,17 @@ def refuse_chunks(*args: Any, **kwargs: Any) -> None:
             )
 
 
+def has_position_axes(text: nn.Module) -> bool:
+    """True for a text model whose rotary positions are several numbers a token (M-RoPE: time, row, column)."""
+    config: Any = text.config
+    for name in ("rope_parameters", "rope_scaling"):
+        if "mrope_section" in (getattr(config, name, None) or {}):
+            return True
+    return hasattr(getattr(text, "rotary_emb", None), "mrope_section")
+
+
 def refuse_unsafe_layers(model: Any, first: int) -> None:
     """Raise `DartLabError` if a decoder layer ≥ `first` would see kept slots as if they were positions."""
-    early = len(getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-    if first < early:
-        raise DartLabError(
-            f"{type(model).__name__} adds vision features to every visual token after layers 0 to {early - 1}; prune "
-            f"at layer {early} or later, not {first}"
-        )
     config = text_model(model).config
     kinds = getattr(config, "layer_types", None)
     if kinds:

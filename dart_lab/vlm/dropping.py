@@ -20,6 +20,7 @@ from dart_lab.vlm import compat, ragged
 from dart_lab.vlm.arguments import columns_after, move_positions, once, shorten_mask
 from dart_lab.vlm.cache_stage import DecideCache, reduce_caches
 from dart_lab.vlm.cuts import Cut, make_cut
+from dart_lab.vlm.deepstack import shorten_deepstack
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.passes import Held, Pass, PassWatcher
 from dart_lab.vlm.providers import layer_providers, received
@@ -56,6 +57,7 @@ class Dropper(PassWatcher):
         self._cache, self._decide_cache = list(cache), decide_cache
         self._marks: dict[str, Tensor] = {}
         self._received: dict[int, Tensor] = {}
+        self._ran = -1  # the last layer from the first cut on that has run
         depth = len(self.text.layers)
         acting = [*self.stages, *(part.stage.layer for part in self._cache)]
         outside = [layer for layer in acting if not 1 <= layer < depth]
@@ -82,9 +84,17 @@ class Dropper(PassWatcher):
             self._hook(layers[index].register_forward_pre_hook(self._record(index), with_kwargs=True))
         if self._cache:
             self._hook(self.text.register_forward_hook(self._after_prompt, with_kwargs=True))
+        self._undo.append(shorten_deepstack(self.text, self._acting))
         for index in range(self._first, len(layers)):
             self._hook(layers[index].register_forward_pre_hook(self._before(index), with_kwargs=True))
             self._hook(layers[index].register_forward_hook(self._after(index), with_kwargs=True))
+
+    def _acting(self) -> list[Cut]:
+        """The cuts behind the layer that ran last, in their order; none once the full length is restored."""
+        now = self.current
+        if now is None or (self._ran == len(self.text.layers) - 1 and self._restore):
+            return []
+        return [cut for layer, cut in sorted(now.cuts.items()) if layer <= self._ran]
 
     def _observe(self, layer: int, captured: Captured) -> None:
         now = self.current
@@ -135,7 +145,7 @@ class Dropper(PassWatcher):
 
     def _before(self, index: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            now = self.current
+            now, self._ran = self.current, index - 1
             if now is None:
                 return None
             states: Tensor = args[0] if args else kwargs["hidden_states"]
@@ -177,7 +187,7 @@ class Dropper(PassWatcher):
         last = index == len(self.text.layers) - 1
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            now = self.current
+            now, self._ran = self.current, index
             cut = now.cut_at(index) if now is not None else None
             if now is None or cut is None:
                 return None

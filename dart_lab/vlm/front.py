@@ -19,9 +19,10 @@ from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.reduction import PAD, Reduction, compose, mask_to_rows
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat, ragged
-from dart_lab.vlm.arguments import renumbered
+from dart_lab.vlm.arguments import renumbered, renumbers
 from dart_lab.vlm.crops import Packing, join_crops, packing
 from dart_lab.vlm.cuts import Cut, gather_along, make_cut
+from dart_lab.vlm.deepstack import shorten_features
 from dart_lab.vlm.dropping import Dropper
 from dart_lab.vlm.passes import Held, Pass
 from dart_lab.vlm.run import Sample
@@ -58,7 +59,7 @@ class FrontDropper(Dropper):
         self._input_parts = [part for part in front if part.stage.kind == "LLM_IN"]
         on_vision = [part for part in front if part.stage.kind in KINDS]
         self._note, self._apply, self._before_layers = note, apply, before_layers
-        self._compact_front = any(part.positions == "compact" for part in front)
+        self._compact_front = any(renumbers(model, part) for part in front)
         self._asked: list[tuple[Pruner, Reduction]] = []
         self._vision = VisionReducer(model, on_vision, self._ask_vision, self._regions) if on_vision else None
         self._cut: Cut | None = None
@@ -220,6 +221,8 @@ class FrontDropper(Dropper):
         columns = torch.cat([before, torch.where(rows == PAD, PAD, rows + full.past)], dim=1)
         shift, hollow = ragged.shift_of(layer), ragged.has_empty_slots(layer) or (cut is not None and cut.hollow)
         kwargs["inputs_embeds"] = embeds if cut is None else cut.states(embeds)
+        if cut is not None:
+            shorten_features(kwargs, cut)
         kwargs["position_ids"] = self._positions(full, cut, shift, kwargs.get("position_ids"), device)
         mask = kwargs.get("attention_mask")
         if mask is None:  # gaps in the positions would be taken for packed sequences if no mask said otherwise
@@ -276,10 +279,6 @@ class FrontDropper(Dropper):
     ) -> Tensor:
         """Rotary positions of the tokens that are left: those of the full prompt, or renumbered without gaps."""
         ids = torch.arange(full.past, full.total, device=device)[None] if given is None else given
-        if (shift is not None or (cut is not None and cut.compact)) and ids.dim() != 2:
-            raise DartLabError(
-                "positions can be renumbered only where they are one number a token; keep the original ones"
-            )
         if cut is not None and not cut.compact:
             return gather_along(ids, cut.rows.to(device), dim=-1)
         return renumbered(ids, cut, shift)

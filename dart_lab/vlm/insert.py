@@ -15,6 +15,7 @@ from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.signals import Signals
+from dart_lab.vlm.arguments import renumbers
 from dart_lab.vlm.cache_stage import DecideCache
 from dart_lab.vlm.dropping import Decide, Dropper
 from dart_lab.vlm.families import Family, family_of, find_family
@@ -112,7 +113,7 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
     if getattr(pruner, "rerank", False):
         run.mode = "mask"
         return Reranker(model, family, visual, pruner=pruner, record=partial(record, run, pruner))
-    layers, front = split_parts(pruner.parts())
+    layers, front = split_parts(model, pruner.parts())
     decide, in_cache = _decider(pruner, run), _cache_decider(pruner, run)
     if not front:
         return Dropper(model, family, visual, decide=decide, decide_cache=in_cache, **layers)
@@ -123,14 +124,14 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
     return FrontDropper(model, family, visual, decide=decide, decide_cache=in_cache, front=front, note=note, **layers)
 
 
-def split_parts(parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:
+def split_parts(model: Any, parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:
     """What a `Dropper` must know of the parts inside the decoder, and the parts in front of it."""
     inside = [part for part in parts if part.stage.kind == "LLM_LAYER"]
     front = [part for part in parts if part.stage.kind in FRONT_KINDS]
     layers = {
         "cache": [part for part in parts if part.stage.kind == "POST_PREFILL_CACHE"],
         "stages": [part.stage.layer for part in inside],
-        "compact": [part.stage.layer for part in inside if part.positions == "compact"],
+        "compact": [part.stage.layer for part in inside if renumbers(model, part)],
         "needs": {need for part in inside for need in part.needs},
     }
     return layers, front

@@ -54,7 +54,7 @@ def select(
             f"{several[0]} decides in several stages, each on what the one before left; run it with prune()"
         )
     parts = [pruner.parts()[0] for pruner in pruners]
-    layers, front = split_parts(parts)
+    layers, front = split_parts(model, parts)
     if layers["cache"]:
         raise DartLabError(f"{layers['cache'][0].name} acts on the KV cache after the last layer; run it with prune()")
     last = max(layers["stages"], default=0)

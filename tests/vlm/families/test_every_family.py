@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from dart_lab.pruners import DART, FastV, KeepAll, Pruner, Random
+from dart_lab.errors import DartLabError, DartLabWarning
+from dart_lab.pruners import DART, FastV, KeepAll, Pruner, Random, pruner_names
+from dart_lab.pruners.fitting import BUDGETLESS, Depth, fit
 from dart_lab.vlm.insert import prune
+from dart_lab.vlm.locate import layout
 from dart_lab.vlm.masking import mask_drop
 from tests.vlm.families.zoo import FAMILIES, Zoo
 
@@ -111,3 +116,22 @@ def test_random_draws_by_the_pictures_too(kind: Zoo) -> None:
             model(**{**inputs, kind.pixels: inputs[kind.pixels] + shift})
         kept.append(run.kept[0].tolist())
     assert kept[0] == kept[2] != kept[1]
+
+
+@pytest.mark.parametrize("name", [name for name in pruner_names() if name not in BUDGETLESS])
+@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+def test_every_method_runs_or_says_in_a_line_why_not(kind: Zoo, name: str) -> None:
+    model, inputs = kind.model("sdpa"), kind.batch("padded")
+    sizes = [len(sample) for sample in layout(model, inputs).samples]
+    try:
+        pruner = fit(name, keep=5, depth=Depth(layers=4, blocks=1, visual=max(sizes)), layer=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DartLabWarning)
+            with torch.no_grad(), prune(model, pruner) as run:
+                model(**inputs)
+    except DartLabError as error:
+        assert "\n" not in str(error)
+        return
+    for kept, got, size in zip(run.kept, run.got, sizes, strict=True):
+        assert len(np.unique(kept)) == len(kept) and kept.min() >= 0 and kept.max() < size
+        assert 0 < len(kept) <= got <= size, "a class token takes a patch's place and is counted"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
-from dart_lab.pruners import Random
+from dart_lab.errors import DartLabError, DartLabWarning
+from dart_lab.pruners import DART, DivPrune, FastV, Pruner, Random, Schedule
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.locate import layout
+from dart_lab.vlm.masking import mask_drop
 from tests.vlm.families.qwen_models import CLASSES, IMAGE, VIDEO, qwen_batch, qwen_model
 
 ONE, PADDED = (((4, 6),),), (((4, 6),), ((3, 2), (5, 4)))
@@ -71,11 +73,49 @@ def test_run_knows_the_grid_in_generate(kind: str) -> None:
 
 def test_what_cannot_be_right_is_refused() -> None:
     inputs = qwen_batch(ONE)
-    early = qwen_model("qwen3_vl")
-    with pytest.raises(DartLabError, match="prune at layer 2 or later"), prune(early, Random(keep=5, layer=1)):
-        early(**inputs)
     model = qwen_model("qwen2_vl")
     with pytest.raises(DartLabError, match="cuts an image"):
         layout(model, {**inputs, "input_ids": inputs["input_ids"][:, :12]})
     with pytest.raises(DartLabError, match="video"):
         layout(model, {"input_ids": torch.tensor([[1, VIDEO]])})
+
+
+EARLY = [FastV(keep=5, layer=1), Schedule({1: FastV(keep=9), 2: DART(keep=4)})]
+
+
+@pytest.mark.parametrize("pruner", EARLY, ids=["1", "1, 2"])
+@pytest.mark.parametrize("prompts", [ONE, PADDED], ids=["one", "padded"])
+def test_features_behind_the_first_layers_reach_the_tokens_that_are_left(prompts: Any, pruner: Pruner) -> None:
+    """Qwen3-VL adds features behind layers 0 and 1; masking leaves the sequence whole, and so what is added."""
+    model, inputs = qwen_model("qwen3_vl"), qwen_batch(prompts)
+    with prune(model, pruner) as run:
+        tokens, logits = answer(model, inputs)
+    with ExitStack() as stack:
+        for number, part in enumerate(pruner.parts()):
+            hidden = inputs["input_ids"] == IMAGE
+            for row, sample in enumerate(run.samples):
+                kept = sample.tokens.position[sample.decisions[number].kept]
+                hidden[row, torch.from_numpy(kept)] = False
+            stack.enter_context(mask_drop(model, hidden, layer=part.stage.layer))
+        masked_tokens, masked_logits = answer(model, inputs)
+    assert torch.equal(tokens, masked_tokens)
+    torch.testing.assert_close(logits, masked_logits, atol=1e-5, rtol=0)
+    with torch.no_grad():  # and the model is as it was
+        assert "_deepstack_process" not in vars(compat.text_model(model))
+
+
+@pytest.mark.parametrize("prompts", [ONE, PADDED], ids=["one", "padded"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_dropping_before_the_language_model_equals_masking_everywhere(kind: str, prompts: Any) -> None:
+    """Three rows of positions cannot be renumbered, so the original ones stay, and a warning says so."""
+    model, inputs, pruner = qwen_model(kind), qwen_batch(prompts), DivPrune(keep=5)
+    with pytest.warns(DartLabWarning, match="keep their original positions"), prune(model, pruner) as run:
+        tokens, logits = answer(model, inputs)
+    hidden = inputs["input_ids"] == IMAGE
+    for row, positions in enumerate(run.positions):
+        assert len(positions) == 5
+        hidden[row, torch.from_numpy(positions)] = False
+    with mask_drop(model, hidden, layer=0):
+        masked_tokens, masked_logits = answer(model, inputs)
+    assert torch.equal(tokens, masked_tokens)
+    torch.testing.assert_close(logits, masked_logits, atol=1e-5, rtol=0)
