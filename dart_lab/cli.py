@@ -20,6 +20,7 @@ import typer
 from dart_lab import __version__
 from dart_lab.errors import DartLabError, DartLabWarning, StorageError, did_you_mean
 from dart_lab.mini.command import get
+from dart_lab.roles.command import app as roles_app
 from dart_lab.studies.command import app as study_app
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ app = typer.Typer(
 )
 
 app.add_typer(study_app, name="study")
+app.add_typer(roles_app, name="roles")
 app.command(epilog="Example:  dart-lab get mini")(get)
 
 

@@ -1,0 +1,59 @@
+"""`dart-lab roles …`: each command a few lines over the library."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Roles of visual tokens: fit a rolebook on pictures, look at one.")
+
+
+@app.command(epilog="Example:  dart-lab roles fit --model tiny --images photos --out tiny.rolebook")
+def fit(
+    images: Annotated[str, typer.Option(help="A folder of pictures, or the name of a task.")] = "shapes",
+    model: Annotated[str, typer.Option(help="'tiny', 'mini', a folder, or a hub id.")] = "tiny",
+    out: Annotated[Path, typer.Option(help="File of the rolebook; a stopped fit goes on.")] = Path("model.rolebook"),
+    n: Annotated[int | None, typer.Option(help="Pictures. Default: 1000 drawn ones, or all of a folder.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the pool, the clusters and the bootstrap.")] = 0,
+    batch: Annotated[int, typer.Option(help="Pictures in one pass.", min=1)] = 8,
+    progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
+) -> None:
+    """Find out on a pool of pictures which visual tokens are sinks, dead or alive, and save how to tell."""
+    from dart_lab.files import check_targets, check_writable
+    from dart_lab.roles.fit import fit_rolebook
+    from dart_lab.roles.pool import open_pool
+    from dart_lab.vlm.load import check_model_name, load
+
+    check_model_name(model)
+    check_writable(out.parent)
+    check_targets([out])
+    pool = open_pool(images, n=n, seed=seed)
+    shown = sys.stderr.isatty() if progress is None else progress
+    book = fit_rolebook(load(model), pool, out, seed=seed, batch=batch, progress=shown)
+    for line in book.lines():
+        print(line, file=sys.stderr)
+    typer.echo(out)
+
+
+@app.command(epilog="Example:  dart-lab roles show tiny.rolebook")
+def show(
+    book: Annotated[Path, typer.Argument(help="File of a rolebook.")],
+    model: Annotated[str | None, typer.Option(help="Check that the book is about this model.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything but the centroids as JSON.")] = False,
+) -> None:
+    """Print what a rolebook says."""
+    from dart_lab.roles.rolebook import load_rolebook
+    from dart_lab.vlm.load import check_model_name, load
+
+    if model is not None:
+        check_model_name(model)
+    found = load_rolebook(book, None if model is None else load(model))
+    if as_json:
+        typer.echo(json.dumps(found.facts(), ensure_ascii=False, indent=1))
+        return
+    for line in found.lines():
+        typer.echo(line)

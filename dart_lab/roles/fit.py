@@ -1,0 +1,355 @@
+"""`fit_rolebook`: from a pool of pictures to a rolebook. Definitions: docs/roles.md; every number is a parameter."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.files import check_targets, check_writable
+from dart_lab.roles.dead import nearest_centroid, spherical_kmeans
+from dart_lab.roles.histogram import Histogram
+from dart_lab.roles.identity import identity_of
+from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK
+from dart_lab.roles.lens import nearest_ids
+from dart_lab.roles.pool import Pool, Survey, blocks, survey
+from dart_lab.roles.rolebook import Rolebook, vocabulary
+from dart_lab.roles.sinks import NormCut, SinkChannels, energy_share, norm_cut, sink_channels, sink_layers
+from dart_lab.vlm.states import text_states
+
+NORM_BIN, SIMILAR_BIN = 0.02, 0.005  # widths: natural logarithm of the norm, and foreign similarity
+SUBJECTS = ("the cat", "a red house", "my old friend", "the number seven", "water", "this picture", "nobody", "the sun")
+PREDICATES = ("is on the left", "was found", "has two sides", "will come back", "looks blue", "costs nothing",
+              "and the other one", "in the morning")  # fmt: skip
+DELIMITERS = (".", "\n")
+APART = 0.5  # silhouette that two clusters of dead vectors must reach
+SAME_VECTOR = 1e-2  # distance on the unit sphere below which vectors are copies (they are stored in half precision)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Parameters of a fit, all with the defaults that the definitions state.
+
+    Attributes:
+        energy: share of a token's energy on one sink channel that makes a spike. Default 0.10.
+        often: share of the layers in which it must spike. Default 0.5.
+        upto: the deepest layer looked at, as a share of the depth. Default 0.6.
+        distinct: a sink channel's median size on `<bos>` and delimiters over that on other text. Default 1.5.
+        least_dead: a group of fewer tokens than this share is not called dead. Default 0.02.
+        least_similar: mean foreign similarity that the dead group must reach; below it, tokens resemble each other but
+            are not the same everywhere. Default 0.8.
+        least_depth: depth of the valley between dead and alive, 0 to 1; shallower, there is one group only. Default
+            0.3.
+        most_dead_centroids: the number of dead centroids is chosen by silhouette up to this. Default 8.
+        alive_centroids: Default 32.
+        stored: vectors kept for clustering. Default 20,000.
+        references: pictures that others are compared with. Default 32.
+        draws: bootstrap draws of pictures for the intervals. Default 1000.
+    """
+
+    energy: float = 0.10
+    often: float = 0.5
+    upto: float = 0.6
+    distinct: float = 1.5
+    least_dead: float = 0.02
+    least_similar: float = 0.8
+    least_depth: float = 0.3
+    most_dead_centroids: int = 8
+    alive_centroids: int = 32
+    stored: int = 20_000
+    references: int = 32
+    draws: int = 1000
+
+
+def fit_rolebook(
+    vlm: Any, pool: Pool, out: Path, *, seed: int = 0, how: Fit | None = None, batch: int = 8, progress: bool = False
+) -> Rolebook:
+    """Fit a rolebook on a pool of pictures and save it; a fit that was stopped goes on where it was.
+
+    Args:
+        vlm: the loaded model.
+        pool: see `dart_lab.roles.pool.open_pool`.
+        out: the file of the book. Beside it, a folder `OUT.work` holds the blocks until the book is written.
+        seed: of the clusters, the stored vectors and the bootstrap.
+        how: parameters.
+        batch: pictures in one pass.
+        progress: show a progress bar on stderr.
+
+    Raises:
+        DartLabError: `out` cannot be written, its work folder belongs to another fit, or the pool cannot be used.
+    """
+    how = how or Fit()
+    check_writable(out.parent)
+    check_targets([out])
+    identity, depth = identity_of(vlm), vlm.depth
+    layers = tuple(sink_layers(depth, upto=how.upto))
+    channels, why = find_channels(vlm, how)
+    chosen = Survey(channels=channels.channels, layers=layers, energy=how.energy, references=how.references,
+                    stored=how.stored, seed=seed, batch=batch)  # fmt: skip
+    work = out.with_name(out.name + ".work")
+    skipped = survey(vlm, pool, chosen, work, identity, progress=progress)
+    labels = _Labels(work, how, chosen)
+    centroids, evidence = labels.cluster(seed)
+    evidence["why"][LLM_SINK] = why
+    table = vocabulary(vlm)
+    words = {
+        role: nearest_ids(rows, table.to(rows.device), k=1).ids[:, 0].unique().tolist()
+        for role, rows in centroids.items()
+    }
+    prevalence, counted = labels.prevalence(seed)
+    book = Rolebook(
+        identity=identity,
+        pool={"name": pool.name, "pictures": counted, "tokens": labels.tokens, "details": dict(pool.details),
+              "seed": seed, "skipped": skipped, **vars(how)},
+        vit_cut=labels.vit.cut, channels=channels.channels, layers=layers, energy=how.energy, often=how.often,
+        dead_cut=labels.dead_cut, dead_cosine=labels.dead_cosine, centroids=centroids, words=words,
+        prevalence=prevalence, evidence=evidence,
+    )  # fmt: skip
+    book.save(out)
+    shutil.rmtree(work)
+    return book
+
+
+def find_channels(vlm: Any, how: Fit) -> tuple[SinkChannels, str]:
+    """The sink channels of a language model from text alone, and the evidence in words.
+
+    A channel must spike on `<bos>` or a delimiter, and be `distinct` times as large there as on the other tokens.
+    """
+    tokenizer, depth = vlm.processor.tokenizer, vlm.depth
+    layers = range(min(2, depth - 1), max(depth - 1, min(2, depth - 1) + 1))
+    texts = [f"{subject} {predicate}.\n" for subject in SUBJECTS for predicate in PREDICATES]
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    marks = {
+        number for mark in DELIMITERS for number in tokenizer(mark, add_special_tokens=False)["input_ids"]
+    } - {tokenizer.unk_token_id}  # fmt: skip
+    rows = [start + tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    states = text_states(vlm, rows, list(layers))
+    special = [torch.tensor([place == 0 or number in marks for place, number in enumerate(row)]) for row in rows]
+    at = torch.cat([one[:, mask] for one, mask in zip(states, special, strict=True)], dim=1)
+    off = torch.cat([one[:, ~mask] for one, mask in zip(states, special, strict=True)], dim=1)
+    found = sink_channels(at, share=how.energy, layers=how.often)
+    keep = [c for c in found.channels if _distinct(at, off, c, how)]
+    where = f"{len(layers)} layers, {at.shape[1]} tokens at <bos> and delimiters of {len(texts)} texts"
+    if not keep:
+        return SinkChannels(channels=(), rule="none"), f"no channel spikes ({where}): this model has no spiking sinks"
+    return SinkChannels(channels=tuple(keep), rule=found.rule), f"channels {keep} spike ({found.rule} rule; {where})"
+
+
+def _distinct(at: Tensor, off: Tensor, channel: int, how: Fit) -> bool:
+    """Whether a channel is larger where it spikes than on ordinary text, by the medians."""
+    spiking = (energy_share(at, (channel,)) >= how.energy).float().mean(dim=0) >= how.often
+    if not bool(spiking.any()) or not off.shape[1]:
+        return bool(spiking.any())
+    return bool(at[:, spiking, channel].abs().median() > how.distinct * off[:, :, channel].abs().median())
+
+
+class _Labels:
+    """Reads the blocks again and again, one at a time, and labels every token of the pool."""
+
+    def __init__(self, work: Path, how: Fit, chosen: Survey) -> None:
+        self.work, self.how, self.tokens = work, how, 0
+        self.main = 1 if len(chosen.shares) > 1 else 0  # the share that labels
+        self.shares = chosen.shares
+        norms = Histogram(NORM_BIN)
+        for block in blocks(work):
+            self.tokens += len(block["norm"])
+            norms.add(np.log(np.maximum(block["norm"][np.isfinite(block["norm"])], np.finfo(np.float32).tiny)))
+        if not self.tokens:
+            raise DartLabError("no picture of the pool could be used; see what was left out")
+        self.norms = norms
+        self.vit = norm_cut(norms) if norms.total else NormCut(
+            cut=None, why="features and tokens are not one to one in this model: norms cannot be told"
+        )  # fmt: skip
+        self.similar = [Histogram(SIMILAR_BIN) for _ in self.shares]
+        for block in blocks(work):
+            rest = ~self._sinks(block)[0] & ~self._sinks(block)[1]
+            for column, histogram in enumerate(self.similar):
+                histogram.add(block["similar"][rest, column])
+        self.cuts, self.depths = [], []
+        for histogram in self.similar:
+            cut, depth = self._cut(histogram)
+            self.cuts.append(cut)
+            self.depths.append(depth)
+        self.dead_cut = self._dead_cut()
+        self.dead_cosine: float | None = None
+
+    def _sinks(self, block: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        norm = block["norm"]
+        vit = np.zeros(len(norm), bool) if self.vit.cut is None else np.nan_to_num(norm, nan=-1.0) >= self.vit.cut
+        return vit, block["spikes"] >= self.how.often
+
+    def _cut(self, histogram: Histogram) -> tuple[float | None, float]:
+        if not histogram.total or len(histogram.counts) < 2:
+            return None, 0.0
+        return histogram.valley()
+
+    def _dead_cut(self) -> float | None:
+        """The cut if there are two groups and the upper one is the same everywhere; one group is dead or not."""
+        histogram, cut = self.similar[self.main], self.cuts[self.main]
+        how = self.how
+        if not histogram.total:
+            self.dead_why = "every token is a sink"
+            return None
+        centre, count = histogram.dense()
+        if cut is None or self.depths[self.main] < how.least_depth:
+            middle = histogram.quantile(0.5)
+            kind = "all" if middle >= how.least_similar else "none"
+            self.dead_why = f"one group of foreign similarities (valley {self.depths[self.main]:.2f} deep) " \
+                            f"around {middle:.2f}: {kind} are dead"  # fmt: skip
+            return float(centre[0] - histogram.width) if kind == "all" else None
+        upper = centre > cut
+        mean, share = float((centre * count)[upper].sum() / count[upper].sum()), histogram.share_above(cut)
+        self.dead_why = (
+            f"foreign similarity above {cut:.2f}: mean {mean:.2f}, valley {self.depths[self.main]:.2f} deep, "
+            f"{share:.1%} of the tokens that are no sinks"
+        )
+        if mean < how.least_similar or share < how.least_dead:
+            self.dead_why += "; too few or too unlike to be called dead"
+            return None
+        return cut
+
+    def primary(self, block: dict[str, np.ndarray], column: int | None = None) -> np.ndarray:
+        """`(tokens,)`: index into `ROLES`."""
+        vit, llm = self._sinks(block)
+        main = self.main if column is None else column
+        cut = self.dead_cut if main == self.main else self.cuts[main]
+        dead = np.zeros(len(vit), bool) if cut is None or self.dead_cut is None else block["similar"][:, main] > cut
+        return np.stack([vit, llm, dead, np.ones(len(vit), bool)]).argmax(axis=0)
+
+    def cluster(self, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Centroids of every role that was found, and the evidence."""
+        vectors, owner, fair = [], [], []
+        for block in blocks(self.work):
+            if len(block["row"]):
+                vectors.append(torch.from_numpy(block["vector"].astype(np.float32)))
+                owner.append(self.primary(block)[block["row"].astype(np.int64)])
+                fair.append(block["fair"].astype(bool))
+        points, roles, drawn = torch.cat(vectors), np.concatenate(owner), np.concatenate(fair)
+        centroids: dict[str, Tensor] = {}
+        for place, role in enumerate(ROLES):
+            rows = points[torch.from_numpy(roles == place)]
+            if role in (DEAD, ALIVE):
+                rows = points[torch.from_numpy((roles == place) & drawn)]
+            if not len(rows):
+                continue
+            if role in (VIT_SINK, LLM_SINK):
+                centroids[role] = torch.nn.functional.normalize(rows.mean(dim=0, keepdim=True), dim=-1)
+            elif role == ALIVE:
+                centroids[role] = spherical_kmeans(rows, min(self.how.alive_centroids, len(rows)), seed=seed)[0]
+            else:
+                centroids[role] = _by_silhouette(rows, self.how.most_dead_centroids, seed)
+        self._calibrate(centroids, points, roles)
+        evidence = {
+            "why": {VIT_SINK: self.vit.why, DEAD: self.dead_why},
+            "dead stability": self._stability(),
+            "rules without a run": self._without_run(centroids, points, roles),
+            "histograms": {"log vit norm": _plain(self.norms), "foreign similarity": _plain(self.similar[self.main])},
+        }
+        return centroids, evidence
+
+    def _calibrate(self, centroids: dict[str, Tensor], points: Tensor, roles: np.ndarray) -> None:
+        """The cosine to the nearest dead centroid that tells the pool's dead and alive tokens apart best (Youden)."""
+        if DEAD not in centroids:
+            return
+        cosine = nearest_centroid(points, centroids[DEAD])[1].numpy()
+        dead, alive = np.sort(cosine[roles == ROLES.index(DEAD)]), np.sort(cosine[roles == ROLES.index(ALIVE)])
+        if not len(alive):
+            self.dead_cosine = float(dead[0]) - SAME_VECTOR
+            return
+        kept = 1 - np.arange(len(dead)) / len(dead)  # dead tokens at or above each candidate
+        wrong = 1 - np.searchsorted(alive, dead, side="left") / len(alive)
+        best = int(np.argmax(kept - wrong))
+        below = np.searchsorted(alive, dead[best], side="left")
+        floor = float(alive[below - 1]) if below else -1.0
+        self.dead_cosine = (float(dead[best]) + floor) / 2 if floor < dead[best] else float(dead[best])
+
+    def _stability(self) -> dict[str, float]:
+        """κ of the pool's dead labels with those of another share of the references."""
+        from sklearn.metrics import cohen_kappa_score
+
+        if self.dead_cut is None:
+            return {}
+        out = {}
+        for column, share in enumerate(self.shares):
+            if column == self.main or self.cuts[column] is None:
+                continue
+            pairs = [(self.primary(block) == ROLES.index(DEAD), self.primary(block, column) == ROLES.index(DEAD))
+                     for block in blocks(self.work)]  # fmt: skip
+            a, b = (np.concatenate(side) for side in zip(*pairs, strict=True))
+            same = len(set(a) | set(b)) == 1
+            out[f"share {share:g}"] = 1.0 if same else float(cohen_kappa_score(a, b))
+        return out
+
+    def _without_run(
+        self, centroids: dict[str, Tensor], points: Tensor, roles: np.ndarray
+    ) -> dict[str, dict[str, float]]:
+        """Precision and recall, on the stored vectors, of the rules that look at the input vectors alone."""
+        names = [role for role in ROLES if role in centroids]
+        table = torch.cat([centroids[role] for role in names])
+        place = np.concatenate([np.full(len(centroids[role]), ROLES.index(role)) for role in names])
+        found = place[nearest_centroid(points, table)[0].numpy()]
+        guesses = {role: found == ROLES.index(role) for role in (VIT_SINK, LLM_SINK)}
+        if self.dead_cosine is not None:
+            near, cosine = nearest_centroid(points, centroids[DEAD])[1].numpy(), self.dead_cosine
+            guesses[DEAD] = near >= cosine
+            if ALIVE in centroids:
+                guesses[DEAD] &= near > nearest_centroid(points, centroids[ALIVE])[1].numpy()
+        out = {}
+        for role, guess in guesses.items():
+            truth = roles == ROLES.index(role)
+            if truth.any():
+                hits = float((guess & truth).sum())
+                out[role] = {"precision": hits / max(float(guess.sum()), 1.0), "recall": hits / float(truth.sum())}
+        return out
+
+    def prevalence(self, seed: int) -> tuple[dict[str, dict[str, float]], int]:
+        """Share of tokens of every role, its 95 % interval over pictures, tokens a picture; and the pictures used."""
+        counts: list[np.ndarray] = []
+        for block in blocks(self.work):
+            primary = self.primary(block)
+            for image in np.unique(block["image"]):
+                counts.append(np.bincount(primary[block["image"] == image], minlength=len(ROLES)))
+        table = np.array(counts, dtype=np.float64)
+        rng = np.random.Generator(np.random.PCG64(seed))
+        weights = rng.multinomial(len(table), np.full(len(table), 1 / len(table)), size=self.how.draws)
+        drawn = weights @ table
+        drawn /= drawn.sum(axis=1, keepdims=True)
+        low, high = np.quantile(drawn, [0.025, 0.975], axis=0)
+        value, each = table.sum(axis=0) / table.sum(), table.mean(axis=0)
+        cells = {"value": value, "low": low, "high": high, "per picture": each}
+        found = {role: {name: float(cell[i]) for name, cell in cells.items()} for i, role in enumerate(ROLES)}
+        return found, len(table)
+
+
+def _by_silhouette(points: Tensor, most: int, seed: int) -> Tensor:
+    """Centroids of dead vectors: as many as separate best, one where two would split copies of the same vector."""
+    from sklearn.metrics import silhouette_score
+
+    sample = points[:: max(len(points) // 2000, 1)]  # silhouettes are quadratic
+    best, chosen = APART, 1
+    for k in range(2, min(most, len(sample) - 1) + 1):
+        label = spherical_kmeans(sample, k, seed=seed)[1].numpy()
+        if len(np.unique(label)) < 2 or float((sample - sample.mean(dim=0)).norm(dim=1).max()) < SAME_VECTOR:
+            continue
+        value = float(silhouette_score(sample.numpy(), label, metric="cosine"))
+        if value > best:
+            best, chosen = value, k
+    return spherical_kmeans(points, chosen, seed=seed)[0]
+
+
+def _plain(histogram: Histogram) -> dict[str, Any]:
+    """A histogram as plain JSON values."""
+    if not histogram.total:
+        return {"width": histogram.width, "first": 0, "counts": []}
+    low, high = min(histogram.counts), max(histogram.counts)
+    return {"width": histogram.width, "first": low,
+            "counts": [histogram.counts.get(number, 0) for number in range(low, high + 1)]}  # fmt: skip
+
+
+__all__ = ["Fit", "find_channels", "fit_rolebook"]
