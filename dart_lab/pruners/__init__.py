@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dart_lab.pruners.random import Random
     from dart_lab.pruners.reduction import Reduction
     from dart_lab.pruners.registry import make_pruner, pruner_class, pruner_names
+    from dart_lab.pruners.remove import Remove
     from dart_lab.pruners.schedule import Schedule
     from dart_lab.pruners.scope import SCOPE
     from dart_lab.pruners.signals import Signals
@@ -68,6 +69,7 @@ _HOME = MappingProxyType({
     "NoneKept": "none_kept",
     "Pooling": "pooling",
     "Protect": "protect",
+    "Remove": "remove",
     "PruMerge": "prumerge",
     "Pruner": "base",
     "PyramidDrop": "pyramiddrop",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners.budget import check_choice, check_one_of
+from dart_lab.pruners.budget import check_choice
+from dart_lab.pruners.marked import ROLE, check_marking, marked, marked_numbers
 from dart_lab.pruners.reduction import PAD, Reduction, mask_to_rows, rows_to_mask
 from dart_lab.pruners.selectors import ascending, padding_last
 from dart_lab.pruners.signals import Signals
@@ -56,15 +57,13 @@ class Protect(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_one_of(self.name, mask=None if self.mask is None else "…", role=self.role)
+        check_marking(self.name, self.mask, self.role)
         check_choice(self.name, "overflow", self.overflow, get_args(Overflow))
-        if self.mask is not None and (not isinstance(self.mask, Tensor) or self.mask.dtype != torch.bool):
-            raise DartLabError(f"{self.name}: mask must be a tensor of bool, (n,) or (batch, n)")
 
     @property
     def needs(self) -> frozenset[str]:  # type: ignore[override]
         """The signals of the wrapped method, and the role."""
-        return self.pruner.needs | ({f"role:{self.role}"} if self.role is not None else frozenset())
+        return self.pruner.needs | ({f"{ROLE}{self.role}"} if self.role is not None else frozenset())
 
     def asked(self, signals: Signals) -> Tensor:
         """`(batch,)` int64: what the method is asked for; -1 where protection may exceed it."""
@@ -73,7 +72,7 @@ class Protect(Wrapper):
 
     def reduce(self, signals: Signals, asked: Tensor) -> Reduction:
         """Let the method decide, then swap the protected in."""
-        wanted = self.pruner.asked(signals)
+        wanted = torch.where(asked == PAD, self.pruner.asked(signals), asked)
         plain = dropping_only(self.name, self.pruner.reduce(signals, wanted))
         protected, budget = self.protected(signals), plain.counts
         fits = (protected.sum(dim=1) <= budget)[:, None]
@@ -104,18 +103,8 @@ class Protect(Wrapper):
 
     def protected(self, signals: Signals) -> Tensor:
         """`(batch, n)` bool: the protected tokens."""
-        if self.role is not None:
-            marked = signals.get(f"role:{self.role}").bool()
-            return marked.gather(1, signals.visual.clamp(min=0)) & signals.valid
-        mask, shape = self.mask, tuple(signals.visual.shape)
-        if mask is None or tuple(mask.shape) not in (shape, shape[1:]):
-            raise DartLabError(
-                f"{self.name}: mask has shape {None if mask is None else tuple(mask.shape)}, but there are {shape[1]} "
-                f"visual tokens here; give ({shape[1]},), or {shape} for each sample its own"
-            )
-        return mask.to(signals.visual.device) & signals.valid
+        return marked(self.name, signals, self.mask, self.role)
 
     def parameters(self) -> dict[str, Any]:
         """The parameters as a plain dict; the mask as lists of protected tokens."""
-        mask = self.mask if self.mask is None else [torch.where(row)[0].tolist() for row in torch.atleast_2d(self.mask)]
-        return {**super().parameters(), "mask": mask}
+        return {**super().parameters(), "mask": marked_numbers(self.mask)}

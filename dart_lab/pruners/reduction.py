@@ -11,6 +11,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 
 PAD = -1  # fills the unused end of an index row
+_ENTRIES_AT_ONCE = 16_384  # of a merge, so that means over many tokens stay small in memory
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,10 +45,13 @@ class Merge:
 
     def apply(self, states: Tensor, slots: int) -> Tensor:
         """Merge `(batch, n, channels)` → `(batch, slots, channels)`, summed in float32, in the dtype of `states`."""
-        values = self.weight[:, :, None] * gather_tokens(states.float(), self.source)
         out = torch.zeros(len(states), slots + 1, states.shape[2], device=states.device)
-        index = torch.where(self.slot == PAD, slots, self.slot)[:, :, None].expand_as(values)
-        return out.scatter_add(1, index, values)[:, :slots].to(states.dtype)
+        for start in range(0, self.slot.shape[1], _ENTRIES_AT_ONCE):
+            part = slice(start, start + _ENTRIES_AT_ONCE)
+            values = self.weight[:, part, None] * gather_tokens(states.float(), self.source[:, part])
+            index = torch.where(self.slot == PAD, slots, self.slot)[:, part, None].expand_as(values)
+            out.scatter_add_(1, index, values)
+        return out[:, :slots].to(states.dtype)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

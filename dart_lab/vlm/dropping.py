@@ -267,6 +267,7 @@ class Dropper(PassWatcher):
             sample_seeds=lambda: self.seeds(now),
             original=self.sizes(now, states.device),
             providers=self._marked(number)
+            | self.role_providers(now, number, positions, states.shape[1])
             | ({"image_embeds": image_embeds} if 0 in now.entered else {})
             | layer_providers(
                 self.text,

@@ -155,14 +155,19 @@ class FrontDropper(Dropper):
                 marked = visual.gather(1, before.rows.clamp(min=0)) & (before.rows != PAD)
                 real = real.gather(1, before.rows.clamp(min=0)) & (before.rows != PAD)
                 number = first.sequence
+            places = mask_to_rows(marked)
             second = part(
                 Signals(
-                    visual=mask_to_rows(marked),
+                    visual=places,
                     attended=real,
                     original=full.visual.sum(dim=1).to(embeds.device),
                     grid=self.grid(full, number),
                     sample_seeds=lambda: self.seeds(full),
-                    providers={"hidden": lambda states=states: states, "embeds": lambda states=states: states},
+                    providers={
+                        "hidden": lambda states=states: states,
+                        "embeds": lambda states=states: states,
+                        **self.role_providers(full, number, places, marked.shape[1]),
+                    },
                 )
             )
             self._note(part, second, full.samples, number)

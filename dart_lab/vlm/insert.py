@@ -23,6 +23,7 @@ from dart_lab.vlm.front import FRONT_KINDS, FrontDropper
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
 from dart_lab.vlm.reranking import Reranker
+from dart_lab.vlm.role_signals import Roles, RoleSignals
 from dart_lab.vlm.run import Decision, Run, Sample
 from dart_lab.vlm.vision import CLASS_TOKEN_PLACE
 
@@ -33,7 +34,9 @@ _ACTIVE = "_dart_lab_active"
 
 
 @contextmanager
-def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> Iterator[Run]:
+def prune(
+    model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None, roles: Sequence[Roles] | None = None
+) -> Iterator[Run]:
     """Drop visual tokens while the block runs; yields the `Run` that records what was kept.
 
     Works with forward passes and `generate` (greedy, sampling, beams, with or without cache), any batch, left padding,
@@ -45,6 +48,8 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
         pruner: the method.
         visual: `(batch, sequence)` bool, which tokens are visual, for callers that bring `inputs_embeds`, and for any
             decoder that dart-lab has no adapter for.
+        roles: what `Protect(role=…)` and `Remove(role=…)` look at: for each sample, in the order in which the block
+            meets them, role → `(n,)` bool over its visual tokens, for example what `Rolebook.assign` returns.
 
     Raises:
         DartLabError: an unsupported model, a layer beyond the last one, or a model that cannot be pruned rightly.
@@ -62,7 +67,7 @@ def prune(model: Any | VLM, pruner: Pruner, *, visual: Tensor | None = None) -> 
     check_method(pruner)
     model = model_of(model)
     run = Run()
-    with active(model, _watcher(model, pruner, visual, run)):
+    with active(model, _watcher(model, pruner, visual, run, roles)):
         yield run
     if not run.samples:
         warnings.warn(
@@ -107,7 +112,9 @@ def current_watcher(model: Any) -> PassWatcher | None:
     return stack[-1] if stack else None
 
 
-def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> PassWatcher:
+def _watcher(
+    model: Any, pruner: Pruner, visual: Tensor | None, run: Run, roles: Sequence[Roles] | None = None
+) -> PassWatcher:
     """The hooks for a method: drop once, or, for a method with `rerank`, mask anew at every step."""
     family = adapter_for(model, visual)
     if getattr(pruner, "rerank", False):
@@ -116,12 +123,20 @@ def _watcher(model: Any, pruner: Pruner, visual: Tensor | None, run: Run) -> Pas
     layers, front = split_parts(model, pruner.parts())
     decide, in_cache = _decider(pruner, run), _cache_decider(pruner, run)
     if not front:
-        return Dropper(model, family, visual, decide=decide, decide_cache=in_cache, **layers)
+        return _with_roles(Dropper(model, family, visual, decide=decide, decide_cache=in_cache, **layers), roles)
 
     def note(part: Pruner, reduction: Reduction, samples: list[Sample], number: Tensor) -> None:
         record(run, pruner, reduction, samples, number, stage=part.stage)
 
-    return FrontDropper(model, family, visual, decide=decide, decide_cache=in_cache, front=front, note=note, **layers)
+    return _with_roles(
+        FrontDropper(model, family, visual, decide=decide, decide_cache=in_cache, front=front, note=note, **layers),
+        roles,
+    )
+
+
+def _with_roles(watcher: PassWatcher, roles: Sequence[Roles] | None) -> PassWatcher:
+    watcher.roles = None if roles is None else RoleSignals(roles)
+    return watcher
 
 
 def split_parts(model: Any, parts: Sequence[Pruner]) -> tuple[dict[str, Any], list[Pruner]]:

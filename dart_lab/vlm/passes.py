@@ -17,6 +17,7 @@ from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
+from dart_lab.vlm.role_signals import RoleSignals
 from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured
 
@@ -109,6 +110,7 @@ class PassWatcher:
 
     def __init__(self, model: Any, family: Family | None, visual: Tensor | None) -> None:
         self.model, self.family, self._given = model, family, visual
+        self.roles: RoleSignals | None = None
         self.text = compat.text_model(model)
         self.current: Pass | None = None
         self.prompt: Prompt | None = None
@@ -242,6 +244,14 @@ class PassWatcher:
         """`(batch,)` int64: visual tokens of each row's sample, before any stage."""
         each = [len(sample.tokens) for sample in now.samples for _ in range(now.expand)]
         return torch.tensor(each, device=device)
+
+    def role_providers(
+        self, now: Pass, number: Tensor, positions: Tensor, length: int
+    ) -> dict[str, Callable[[], Tensor]]:
+        """Signals of the roles that the caller gave, for a stage whose visual tokens `number` lie at `positions`."""
+        if self.roles is None:
+            return {}
+        return self.roles.providers(now.samples, now.expand, number, positions, length)
 
     def grid(self, now: Pass, number: Tensor) -> Tensor | None:
         """Places `(batch, n, 4)` of the visual tokens `number` `(batch, n)`; None where no layout is known."""
