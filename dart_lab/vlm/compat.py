@@ -213,6 +213,22 @@ def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tens
     raise DartLabError(f"attention backend {backend!r} cannot take a batch whose rows keep different numbers; use sdpa")
 
 
+def image_processor(source: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """The image processor of a checkpoint, whose own settings are `settings`; the Pillow class without torchvision.
+
+    The Pillow class of releases before 5 does not heed `size` where a picture is bounded by its area, so that it is
+    told by the older names.
+    """
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17 hides it one level up
+
+    made = AutoImageProcessor.from_pretrained(source, **options)
+    size = settings.get("size") or {}
+    bounds = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    if all(bounds.values()) and set(bounds) <= set(inspect.signature(type(made).__init__).parameters):
+        return type(made).from_pretrained(source, **{**options, **bounds})
+    return made
+
+
 PREFILL_METHODS = ("_prefill", "_prefill_chunking")  # of a model with `generate`: from 5.0 on, and before
 
 

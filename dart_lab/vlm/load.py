@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.mini.get import cache_folder, is_current
 from dart_lab.vlm.families import family_of, supported_model_types
+from dart_lab.vlm.processors import load_processor
 from dart_lab.vlm.vlm import VLM
 
 #: Models that come with the package: name → folder beside the package's own files.
@@ -75,7 +76,7 @@ def load(
     with _quiet(), _one_line_errors(name):
         options["local_files_only"] = local or not _hub_answers(name, revision)
         model = _model(source, name, place, wanted, options)
-        processor = _processor(source, name, options)
+        processor = load_processor(source, name, model.config, options)
     return VLM(
         model=model.to(place), processor=processor, name=name, family=family_of(model), folder=_folder(source, model)
     )
@@ -167,19 +168,6 @@ def _model(source: str, name: str, place: torch.device, wanted: torch.dtype | No
             "save or download it again"
         )
     return model.eval()
-
-
-def _processor(source: str, name: str, options: dict[str, Any]) -> Any:
-    from transformers import AutoProcessor
-
-    processor = AutoProcessor.from_pretrained(source, **options)
-    tokenizer = getattr(processor, "tokenizer", None)
-    if tokenizer is None or getattr(processor, "image_processor", None) is None:
-        raise DartLabError(f"{name} has no processor for pictures and text; add it with processor.save_pretrained")
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    return processor
 
 
 def _hub_answers(name: str, revision: str | None) -> bool:

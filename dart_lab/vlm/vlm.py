@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,8 @@ class VLM:
             )
         except ValueError as error:
             raise DartLabError(f"the processor refused the batch ({' '.join(str(error).split())[:300]})") from error
+        if "token_type_ids" not in signature(type(self.model).forward).parameters:
+            inputs.pop("token_type_ids", None)  # of tokenizers made for BERT's kind of model; generate refuses it
         self._check_whole(inputs, pictures)
         return inputs.to(self.model.device, dtype=self.model.dtype)
 

@@ -1,0 +1,95 @@
+"""A checkpoint's processor, also where there is no torchvision: then the family's own class, without its video part."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dart_lab.errors import DartLabError
+from dart_lab.vlm import compat
+
+_VIDEO = "video_processor"
+_PICTURES = "preprocessor_config.json"
+_NAMED_IN = ("processor_config.json", _PICTURES, "tokenizer_config.json")
+
+
+def load_processor(source: str, name: str, config: Any, options: Mapping[str, Any]) -> Any:
+    """The processor of a checkpoint: pads on the left, has a padding token.
+
+    A family whose processor also takes videos needs torchvision for them alone. Without torchvision its class is built
+    all the same, from the image processor that works with Pillow and the tokenizer, and takes pictures and text.
+
+    Args:
+        source: a folder, or a hub id.
+        name: what to call the checkpoint in an error.
+        config: the model's config.
+        options: further arguments of `from_pretrained`: revision, trust_remote_code, local_files_only.
+
+    Raises:
+        DartLabError: the checkpoint has no processor for pictures and text.
+    """
+    from transformers import AutoProcessor
+    from transformers.utils import is_torchvision_available
+
+    kind = None if is_torchvision_available() else _processor_class(source, config, options)
+    if kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters:
+        processor = _without_videos(kind, source, options)
+    else:
+        processor = AutoProcessor.from_pretrained(source, **options)
+    tokenizer = getattr(processor, "tokenizer", None)
+    if tokenizer is None or getattr(processor, "image_processor", None) is None:
+        raise DartLabError(f"{name} has no processor for pictures and text; add it with processor.save_pretrained")
+    tokenizer.padding_side = "left"
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return processor
+
+
+class _NoVideos:
+    """Put before a processor class: its video part may be missing."""
+
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+        if argument_name == _VIDEO and argument is None:
+            return None
+        return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
+
+
+def _without_videos(kind: Any, source: str, options: Mapping[str, Any]) -> Any:
+    """A processor of class `kind` whose video processor is None."""
+    from transformers import AutoTokenizer
+
+    made: Any = type(kind.__name__, (_NoVideos, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+    settings, _ = made.get_processor_dict(source, **options)
+    parts = {
+        "image_processor": compat.image_processor(source, _read(source, _PICTURES, options), options),
+        "tokenizer": AutoTokenizer.from_pretrained(source, **options),
+        _VIDEO: None,
+    }
+    order = [part for part in inspect.signature(kind.__init__).parameters if part in parts]
+    return made.from_args_and_dict([parts[part] for part in order], settings)
+
+
+def _processor_class(source: str, config: Any, options: Mapping[str, Any]) -> Any | None:
+    """The class that the checkpoint names, else the usual one of its model type; None if transformers has neither."""
+    import transformers
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    for file in _NAMED_IN:
+        named = _read(source, file, options).get("processor_class")
+        if named:
+            return getattr(transformers, named, None)
+    known = type(config) in PROCESSOR_MAPPING  # a lazy mapping, whose `get` finds nothing
+    return PROCESSOR_MAPPING[type(config)] if known else None
+
+
+def _read(source: str, file: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON file of a checkpoint; empty if it is not there."""
+    from transformers.utils import cached_file
+
+    asked = {key: value for key, value in options.items() if key != "trust_remote_code"}
+    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    found = cached_file(source, file, **quiet, **asked)
+    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}
