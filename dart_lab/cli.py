@@ -124,6 +124,7 @@ def figure(
     seed: Annotated[int, typer.Option(help="Seed of data, draws and bootstrap.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
     from_file: Annotated[Path | None, typer.Option("--from", help="Draw again from this Parquet file.")] = None,
+    rolebook: Annotated[Path | None, typer.Option(help="For figures about roles: file of dart-lab roles fit.")] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Print the names of the figures and stop.")] = False,
     progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
 ) -> None:
@@ -141,7 +142,7 @@ def figure(
     chosen = FigureOptions(
         model=model, data=data, methods=None if methods is None else tuple(_split(methods, "methods")),
         keep=None if keep is None else tuple(parse_keep(part) for part in _split(keep, "keep")),
-        layer=layer, n=n, seed=seed, out=out, progress=progress,
+        layer=layer, n=n, seed=seed, out=out, progress=progress, rolebook=rolebook,
     )
     for each in names:
         figure_spec(each)

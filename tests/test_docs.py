@@ -22,8 +22,13 @@ def test_the_study_file_is_one(tmp_path: Path) -> None:
     assert len(study.conditions()) == 2 + 6 + 1 + 2 and study.tasks[0].n == 200
 
 
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    for block in blocks("studies.md", "python"):
-        exec(compile(block, "docs/studies.md", "exec"), {})
-    printed = capsys.readouterr().out
-    assert "p_holm" in printed and "agreement" in printed
+@pytest.mark.parametrize(
+    ("page", "printed"), [("studies.md", ("p_holm", "agreement")), ("roles.md", ("True",))], ids=["studies", "roles"]
+)
+def test_the_python_examples_run(page: str, printed: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    found = blocks(page, "python")
+    assert found
+    for block in found:
+        exec(compile(block, f"docs/{page}", "exec"), {})
+    out = capsys.readouterr().out
+    assert all(words in out for words in printed)

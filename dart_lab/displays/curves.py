@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,23 @@ def draw_dots(axes: Axes, panel: Dots, *, names: bool = True) -> None:
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)
     axes.set_xlabel(panel.xlabel)
     axes.set_title(panel.title)
+
+
+def dots_legend(figure: Figure, panel: Dots, y: float) -> None:
+    """What the columns of dots are, in one line at `y` of the figure's height."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=PALETTE[j % 5], marker=MARKERS[j], markersize=4, linewidth=1.2)
+        for j in range(len(panel.series))
+    ]
+    figure.legend(handles, panel.series, loc="upper left", ncols=len(handles), frameon=False, fontsize=8,
+                  bbox_to_anchor=(0.012, y), columnspacing=1.1)  # fmt: skip
+
+
+def wrapped(text: str, width: int = 150) -> str:
+    """Text in lines of at most `width` characters."""
+    return "\n".join(textwrap.wrap(text, width))
 
 
 def caption(facts: Mapping[str, Any], rest: str) -> str:

@@ -39,6 +39,7 @@ class FigureOptions:
         out: the folder for the files. Default "figures".
         batch_size: samples in one pass of the model. Default 8.
         progress: show a progress bar on stderr; None: only on a terminal.
+        rolebook: file of `dart-lab roles fit`, for figures about roles; None: they fit one on other pictures.
     """
 
     model: str = "tiny"
@@ -51,6 +52,7 @@ class FigureOptions:
     out: Path = Path("figures")
     batch_size: int = 8
     progress: bool | None = None
+    rolebook: Path | None = None
 
 
 @dataclass(frozen=True, eq=False)
