@@ -38,9 +38,10 @@ class Bench:
         o = self.options
         keep = "" if not o.keep else f" --keep {','.join(map(str, o.keep))}"
         methods = "" if not o.methods else f" --methods {','.join(o.methods)}"
+        book = "" if o.rolebook is None else f" --rolebook {o.rolebook}"
         return {
             "command": f"dart-lab figure {name} --model {o.model} --data {o.data}{methods}{keep} --layer {o.layer} "
-            f"--n {o.n} --seed {o.seed}",
+            f"--n {o.n} --seed {o.seed}{book}",
             "model": o.model, "data": self.task.name, "n": len(self.task), "layer": o.layer, "seed": o.seed,
             "visual": self.depth.visual, "task": self.task.provenance(), "provenance": self.vlm.provenance(),
         }  # fmt: skip

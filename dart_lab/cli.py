@@ -263,6 +263,8 @@ def _check_figure_options(chosen: Any) -> None:
         pruner_class(method)
     if chosen.n is not None and chosen.n < 1:
         raise DartLabError(f"n={chosen.n}: give at least 1 sample")
+    if chosen.rolebook is not None and not chosen.rolebook.is_file():
+        raise DartLabError(f"--rolebook {chosen.rolebook}: no such file; make one with dart-lab roles fit")
     check_model_name(chosen.model)
     _check_layer(chosen.model, chosen.layer)
 

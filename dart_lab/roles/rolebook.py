@@ -117,7 +117,7 @@ class Rolebook:
         tensors = {role: rows.contiguous() for role, rows in sorted(self.centroids.items())}
         if not tensors:
             tensors = {"none": torch.zeros(0)}
-        write_files({path: save(tensors, {_META: json.dumps(self.facts(), ensure_ascii=False, sort_keys=True)})})
+        write_files({path: save(tensors, {_META: json.dumps(self.facts(), ensure_ascii=False)})})
         return path
 
     def facts(self) -> dict[str, Any]:

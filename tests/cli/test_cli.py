@@ -186,6 +186,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
         (["--model", "tinny"], "Did you mean 'tiny'?"),
         (["--data", "shaps"], "Did you mean 'shapes'?"),
         (["--from", "nothing.parquet"], "nothing.parquet"),
+        (["--rolebook", "nothing.rolebook"], "make one with dart-lab roles fit"),
     ],
 )
 def test_figure_refuses_before_computing(
@@ -203,6 +204,42 @@ def test_a_file_in_the_place_of_the_output_folder_is_refused(run: Runner, tmp_pa
     (tmp_path / "figures").write_text("mine")
     one_line(run("figure", "position-bias", "--out", tmp_path / "figures", "--n", 2), 2, "is a file")
     assert (tmp_path / "figures").read_text() == "mine"
+
+
+# roles
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["fit", "--images", "shaps"], 2, "neither a task nor a folder"),
+        (["fit", "--n", "1"], 2, "give 2 or more"),
+        (["fit", "--model", "tinny"], 2, "Did you mean 'tiny'?"),
+        (["fit", "--batch", "0"], 2, "--batch"),
+        (["show", "nothing.rolebook"], 2, "no such file"),
+    ],
+)
+def test_roles_refuse_before_a_model_is_loaded(
+    run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
+) -> None:
+    from dart_lab.vlm import load
+
+    monkeypatch.setattr(load, "load", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    one_line(run("roles", *words), code, message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_roles_are_fitted_shown_and_refused_for_another_model(run: Runner, tmp_path: Path, model: str) -> None:
+    book = tmp_path / "book"
+    done = run("roles", "fit", "--model", model, "--n", 12, "--out", book)
+    assert done.code == 0 and done.out == f"{book}\n" and "pool: 12 pictures of shapes" in done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["book"]
+    shown = run("roles", "show", book, "--model", model)
+    assert shown.code == 0 and shown.out == done.err
+    assert json.loads(run("roles", "show", book, "--json").out)["pool"]["pictures"] == 12
+    one_line(run("roles", "show", book, "--model", "tiny"), 2, "other weights")
+    (tmp_path / "folder").mkdir()
+    one_line(run("roles", "fit", "--model", model, "--n", 4, "--out", tmp_path / "folder"), 2, "is a folder")
 
 
 # what goes wrong inside
