@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from safetensors import SafetensorError
 
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.mini.get import cache_folder, is_current
+from dart_lab.vlm.adapters import check_adapter, with_adapter
 from dart_lab.vlm.families import family_of, supported_model_types
-from dart_lab.vlm.processors import load_processor
+from dart_lab.vlm.hubfiles import ADAPTER, CONFIG, check_folder, check_own_format, read_json
+from dart_lab.vlm.processors import PICTURE_SETTINGS, load_processor
+from dart_lab.vlm.quantization import check_quantization, quantization_config
 from dart_lab.vlm.vlm import VLM
 
 #: Models that come with the package: name → folder beside the package's own files.
@@ -39,17 +44,22 @@ def load(
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization: str | None = None,
     trust_remote_code: bool = False,
 ) -> VLM:
     """Load a vision-language model and its processor.
 
     Args:
         name: "tiny" (comes with the package, works offline), "mini" (after `dart-lab get mini`), a folder in the hub's
-            format, or a hub id `owner/name`.
+            format, or a hub id `owner/name`. A LoRA adapter's folder or id gives its model with the adapter merged in
+            (needs `dart-lab[lora]`).
         revision: branch, tag or commit of a hub id. Default: its main branch.
         dtype: "auto" is the checkpoint's own type, except that float16 becomes float32 on a CPU, where half precision
             is slow and inexact; or "float32", "float16", "bfloat16", "float64", or a `torch.dtype`.
         device: "cpu", "cuda", "cuda:1" … Default: the GPU if there is one.
+        device_map: spreads a large model over devices instead: "auto", or module → device (needs accelerate).
+        quantization: "4bit" or "8bit" weights (needs `dart-lab[quantization]`). Default: as they are.
         trust_remote_code: run code that comes with the checkpoint. Default False; leave it so unless you trust the
             author.
 
@@ -58,7 +68,8 @@ def load(
 
     Raises:
         DartLabError: unknown name, no such folder, no config, weights or processor in it, weights that do not fit the
-            config, an unsupported model type, a hub that cannot be reached, an unknown dtype or device.
+            config, an unsupported model type, a hub that cannot be reached, an unknown dtype or device, an option whose
+            package is missing.
 
     >>> import dart_lab as dl
     >>> vlm = dl.load("tiny")
@@ -68,18 +79,74 @@ def load(
     name = os.fspath(name)
     place = _device(device)
     wanted = _dtype(dtype)
+    if quantization is not None:
+        check_quantization(quantization)
+    if device_map is not None:
+        _check_device_map(device_map, device)
     check_model_name(name, revision=revision)
-    folder = _place_of(name)
-    local = folder.is_dir()
-    source = str(folder) if local else name
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    how = _How(place, wanted, device_map, quantization)
     with _quiet(), _one_line_errors(name):
-        options["local_files_only"] = local or not _hub_answers(name, revision)
-        model = _model(source, name, place, wanted, options)
-        processor = load_processor(source, name, model.config, options)
+        files = _Files.of(name, revision, trust_remote_code)
+        adapter = files.json(ADAPTER) if not files.json(CONFIG) else {}
+        if not adapter:
+            model, processor = _model(files, how), load_processor(files.source, name, files.config(), files.options)
+            return VLM(model=model, processor=processor, name=name, family=family_of(model), folder=files.folder(model))
+        check_model_name(check_adapter(adapter, name))
+        base = _Files.of(check_adapter(adapter, name), adapter.get("revision"), trust_remote_code)
+        model = with_adapter(_model(base, how), files.source, name, files.options).eval()
+        own = files if any(files.json(file) for file in PICTURE_SETTINGS) else base
+        processor = load_processor(own.source, name, base.config(), own.options)
     return VLM(
-        model=model.to(place), processor=processor, name=name, family=family_of(model), folder=_folder(source, model)
-    )
+        model=model, processor=processor, name=name, family=family_of(model), folder=files.folder(model),
+        base=base.folder(model),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _How:
+    """Where the weights go, and in what type."""
+
+    place: torch.device
+    dtype: torch.dtype | None
+    device_map: str | Mapping[str, Any] | None
+    quantization: str | None
+
+
+@dataclass(frozen=True)
+class _Files:
+    """A checkpoint: its name, the folder or hub id, and how `from_pretrained` is to look for it."""
+
+    name: str
+    source: str
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, name: str, revision: str | None, trust_remote_code: bool) -> _Files:
+        folder = _place_of(name)
+        local = folder.is_dir() or not _hub_answers(name, revision)
+        options = {"revision": revision, "trust_remote_code": trust_remote_code, "local_files_only": local}
+        return cls(name, str(folder) if folder.is_dir() else name, options)
+
+    def json(self, file: str) -> dict[str, Any]:
+        return read_json(self.source, file, self.options)
+
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.source, **self.options)
+
+    def folder(self, model: Any) -> Path | None:
+        """Where the files lie: the folder itself, or the hub's snapshot in the cache."""
+        if Path(self.source).is_dir():
+            return Path(self.source)
+        from huggingface_hub import try_to_load_from_cache
+
+        commit = getattr(model.config, "_commit_hash", None)  # later releases do not say it
+        for file, revision in ((CONFIG, commit or self.options["revision"]), (ADAPTER, self.options["revision"])):
+            found = try_to_load_from_cache(self.source, file, revision=revision)
+            if isinstance(found, str):
+                return Path(found).parent
+        return None
 
 
 def check_model_name(name: str, *, revision: str | None = None) -> None:
@@ -126,18 +193,12 @@ def _place_of(name: str) -> Path:
 
 
 def _check_folder(folder: Path, name: str) -> None:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise DartLabError(f"{name} has no config.json; give a folder in the hub's format (made with save_pretrained)")
-    try:
-        content = json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DartLabError(f"{config} is not valid JSON ({error}); save the model again") from None
-    check_model_type(content.get("model_type") if isinstance(content, dict) else None, name)
-    if not any(folder.glob("*.safetensors")):
-        if any(file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)):
-            raise DartLabError(f"{name} holds only pickled weights, which can run code; save it again as safetensors")
-        raise DartLabError(f"{name} holds no weights (*.safetensors); save the model again with save_pretrained")
+    content = check_folder(folder, name)
+    if not (folder / CONFIG).is_file():
+        check_adapter(content, name)
+        return
+    check_model_type(content.get("model_type"), name)
+    check_own_format(content, name)
 
 
 def check_model_type(model_type: object, name: str) -> None:
@@ -150,24 +211,31 @@ def check_model_type(model_type: object, name: str) -> None:
         )
 
 
-def _model(source: str, name: str, place: torch.device, wanted: torch.dtype | None, options: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForImageTextToText
+def _model(files: _Files, how: _How) -> Any:
+    from transformers import AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(source, **options)
-    check_model_type(config.model_type, name)
+    config, wanted = files.config(), how.dtype
+    check_model_type(config.model_type, files.name)
+    check_own_format(files.json(CONFIG), files.name)
     if wanted is None:
         own = getattr(config, "dtype", None)
-        wanted = torch.float32 if place.type == "cpu" and own in (torch.float16, "float16") else None
+        wanted = torch.float32 if how.place.type == "cpu" and own in (torch.float16, "float16") else None
+    placed: dict[str, Any] = {}
+    if how.quantization is not None:
+        placed["quantization_config"] = quantization_config(how.quantization, wanted)
+        placed["device_map"] = {"": how.place}
+    if how.device_map is not None:
+        placed["device_map"] = how.device_map
     model, report = AutoModelForImageTextToText.from_pretrained(
-        source, dtype=wanted or "auto", use_safetensors=True, output_loading_info=True, **options
+        files.source, dtype=wanted or "auto", use_safetensors=True, output_loading_info=True, **placed, **files.options
     )
     missing = sorted(report["missing_keys"])
     if missing:
         raise DartLabError(
-            f"{name}: {len(missing)} weights are missing ({missing[0]} …), the model would answer at random; "
+            f"{files.name}: {len(missing)} weights are missing ({missing[0]} …), the model would answer at random; "
             "save or download it again"
         )
-    return model.eval()
+    return (model if placed else model.to(how.place)).eval()
 
 
 def _hub_answers(name: str, revision: str | None) -> bool:
@@ -183,14 +251,11 @@ def _hub_answers(name: str, revision: str | None) -> bool:
     return True
 
 
-def _folder(source: str, model: Any) -> Path | None:
-    """Where the files lie: the folder itself, or the hub's snapshot in the cache."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(source, "config.json", revision=getattr(model.config, "_commit_hash", None))
-    return Path(found).parent if isinstance(found, str) else None
+def _check_device_map(device_map: str | Mapping[str, Any], device: str | torch.device | None) -> None:
+    if device is not None:
+        raise DartLabError(f"device={str(device)!r} and device_map={device_map!r} are both given; leave one out")
+    if find_spec("accelerate") is None:
+        raise DartLabError(f"device_map={device_map!r} needs accelerate, which is missing; pip install accelerate")
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -253,6 +318,8 @@ def _explain(error: BaseException) -> str:
         return "neither a folder nor a model on the hub; check the spelling (private models need `hf auth login`)"
     if "trust_remote_code" in text:
         return "this checkpoint needs its own code; read it, then give trust_remote_code=True"
+    if isinstance(error, SafetensorError):
+        return f"a weights file is damaged or cut short ({text[:100]}); download it again"
     if "torchvision" in text.lower():
         return "its processor needs torchvision, which is not installed; use a model of another family"
     return f"cannot be loaded ({text[:300]}); check that the folder or hub id holds a whole model"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
+from dart_lab.vlm.hubfiles import read_json
 
 _VIDEO = "video_processor"
-_PICTURES = "preprocessor_config.json"
-_NAMED_IN = ("processor_config.json", _PICTURES, "tokenizer_config.json")
+#: Files that say how pictures are prepared; one of them is in every folder with a processor.
+PICTURE_SETTINGS = ("processor_config.json", "preprocessor_config.json")
+_NAMED_IN = (*PICTURE_SETTINGS, "tokenizer_config.json")
 
 
 def load_processor(source: str, name: str, config: Any, options: Mapping[str, Any]) -> Any:
@@ -64,7 +64,7 @@ def _without_videos(kind: Any, source: str, options: Mapping[str, Any]) -> Any:
     made: Any = type(kind.__name__, (_NoVideos, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     settings, _ = made.get_processor_dict(source, **options)
     parts = {
-        "image_processor": compat.image_processor(source, _read(source, _PICTURES, options), options),
+        "image_processor": compat.image_processor(source, read_json(source, PICTURE_SETTINGS[1], options), options),
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         _VIDEO: None,
     }
@@ -78,18 +78,8 @@ def _processor_class(source: str, config: Any, options: Mapping[str, Any]) -> An
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     for file in _NAMED_IN:
-        named = _read(source, file, options).get("processor_class")
+        named = read_json(source, file, options).get("processor_class")
         if named:
             return getattr(transformers, named, None)
     known = type(config) in PROCESSOR_MAPPING  # a lazy mapping, whose `get` finds nothing
     return PROCESSOR_MAPPING[type(config)] if known else None
-
-
-def _read(source: str, file: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON file of a checkpoint; empty if it is not there."""
-    from transformers.utils import cached_file
-
-    asked = {key: value for key, value in options.items() if key != "trust_remote_code"}
-    quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    found = cached_file(source, file, **quiet, **asked)
-    return json.loads(Path(found).read_text(encoding="utf-8")) if found else {}

@@ -40,6 +40,7 @@ class VLM:
         name: as given to `load`.
         family: the adapter of its model family.
         folder: where its files lie; None if that is unknown.
+        base: where the files of the model under an adapter lie; None for a whole model.
     """
 
     model: Any
@@ -47,6 +48,7 @@ class VLM:
     name: str
     family: Family
     folder: Path | None = None
+    base: Path | None = None
 
     def prepare(self, images: Sequence[Picture | Sequence[Picture] | None], questions: Sequence[str]) -> Any:
         """The model's inputs for a batch: `input_ids`, `attention_mask` `(batch, sequence)`, pictures; left padded.
@@ -135,7 +137,7 @@ class VLM:
         return {
             "model": self.folder.resolve().name if self.folder == Path(self.name).expanduser() else self.name,
             "model_type": str(self.model.config.model_type),
-            "revision": getattr(self.model.config, "_commit_hash", None),
+            "revision": self._commit(),
             "weights_sha256": self.weights_sha256,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "dtype": str(self.model.dtype).removeprefix("torch."),
@@ -148,6 +150,12 @@ class VLM:
                 "python": platform.python_version(),
             },
         }
+
+    def _commit(self) -> str | None:
+        """The commit of a hub model: the name of its snapshot's folder in the cache."""
+        if self.folder is not None and self.folder.parent.name == "snapshots":
+            return self.folder.name
+        return getattr(self.model.config, "_commit_hash", None)
 
     @property
     def depth(self) -> int:
@@ -165,7 +173,8 @@ class VLM:
     @cached_property
     def weights_sha256(self) -> str | None:
         """SHA-256 of the weights file; of the sorted list of their hashes where there are several; None if unknown."""
-        files = [] if self.folder is None else sorted(self.folder.glob("*.safetensors"))
+        places = (self.folder, self.base)
+        files = [file for place in places if place is not None for file in sorted(place.glob("*.safetensors"))]
         hashes = [_sha256(file) for file in files]
         if len(hashes) < 2:
             return hashes[0] if hashes else None

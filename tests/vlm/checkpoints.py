@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -100,7 +101,9 @@ def save_checkpoint(kind: str, folder: Path, **options: Any) -> Path:
     """
     parts = CHECKPOINTS[kind]
     model = parts["model"]()
-    model.resize_token_embeddings(len(TOKENS))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(len(TOKENS), mean_resizing=False)
     _name_tokens(model.config, parts["image"])
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = TOKENS["<|im_end|>"]
     model.save_pretrained(folder, **options)
