@@ -1,6 +1,6 @@
 """Write benchmarks/README.md from the records in benchmarks/results.
 
-    python benchmarks/report.py
+python benchmarks/report.py
 """
 
 from __future__ import annotations
@@ -127,6 +127,19 @@ def studies(r: dict[str, Any]) -> str:
     )
 
 
+def mass(r: dict[str, Any]) -> str:
+    """What mass.py found, in a few sentences."""
+    slow, more, eager = r["times_plain"], r["extra_mb"], "eager output_attentions"
+    return (
+        f"Prefill of {r['layers']} layers of {r['heads']} heads and {r['channels']:,} channels (MLP {r['inner']:,}), "
+        f"{r['visual_tokens']:,} visual and {r['text_tokens']} text tokens, {r['dtype']}. All masses of all layers "
+        f"take {slow['mass']} times the plain prefill (goal: at most {r['goal_times_plain']:g}) and "
+        f"{more['mass']:g} MB more at its peak (goal: at most {r['goal_extra_mb']:g}); same output, bit for bit: "
+        f"{r['same_output']}. Eager attention with its weights takes {slow[eager]} times and {more[eager]:,.0f} MB "
+        f"more; its masses differ by at most {r['largest_difference_from_eager']:.1e}."
+    )
+
+
 def _ratio(times: dict[str, Any], one: str, other: str) -> float:
     return float(times[one]["median_ms"] / times[other]["median_ms"])
 
@@ -150,7 +163,14 @@ def machine(m: dict[str, Any]) -> str:
     )
 
 
-DESCRIBE = {"selection": selection, "prefill": prefill, "methods": methods, "studies": studies, "branch": branch}
+DESCRIBE = {
+    "selection": selection,
+    "prefill": prefill,
+    "methods": methods,
+    "studies": studies,
+    "branch": branch,
+    "mass": mass,
+}
 
 
 if __name__ == "__main__":
