@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -18,10 +18,15 @@ from dart_lab.studies.plan import Study, TaskSpec
 from dart_lab.studies.store import SCHEMA
 from dart_lab.tasks.base import Sample, Task, load_task
 
+if TYPE_CHECKING:
+    from dart_lab.vlm.vlm import VLM
+
 TIE = 1e-3  # an answer whose first token leads by less may come out otherwise in another batch or precision
 _MARGIN_DIGITS = 4  # margins are rounded, so that the size of a batch does not show in the bytes
 
 Conditions = Mapping[str, Pruner | None]
+#: What running a cell gives: its number, records, seconds, and where the model's numbers come from.
+Result = tuple[int, pd.DataFrame, dict[str, float], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,36 @@ def cells(study: Study, tasks: Mapping[str, Task] | None = None) -> list[Cell]:
             for start in range(0, size, study.batch_size):
                 out.append(Cell(len(out), model, task, start, min(start + study.batch_size, size)))
     return out
+
+
+class CellRunner:
+    """Runs cells of one study, one after the other; keeps the model that ran last, and the tasks that are open.
+
+    Args:
+        study: whose cells they are.
+        tasks: label → task, as far as they are open already. Default: none is.
+    """
+
+    def __init__(self, study: Study, tasks: Mapping[str, Task] | None = None) -> None:
+        self._steps, self._conditions, self._tasks = study.max_new_tokens, study.conditions(), dict(tasks or {})
+        self._name = ""
+        self._vlm: VLM | None = None
+        self._facts: dict[str, Any] = {}
+
+    def run(self, cell: Cell) -> Result:
+        """Records of a cell; its model is loaded if another one, or none, ran before."""
+        from dart_lab.vlm.load import load
+
+        if self._vlm is None or self._name != cell.model:
+            self._vlm = None  # the old one goes before the new one comes
+            self._name, self._vlm = cell.model, load(cell.model)
+            self._facts = {**self._vlm.provenance(), "studied_as": cell.model}
+        if cell.task.label not in self._tasks:
+            self._tasks[cell.task.label] = open_task(cell.task)
+        records, seconds = run_cell(
+            self._vlm, self._tasks[cell.task.label], cell, self._conditions, max_new_tokens=self._steps
+        )
+        return cell.number, records, seconds, self._facts
 
 
 def run_cell(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,11 @@ from typing import Any
 import pandas as pd
 
 from dart_lab.errors import DartLabError, did_you_mean
-from dart_lab.studies.cells import Cell, cells, open_task, run_cell
+from dart_lab.studies.cells import Cell, CellRunner, Result, cells, open_task
 from dart_lab.studies.plan import Study
 from dart_lab.studies.store import Store
 from dart_lab.tasks.base import Task
 
-#: What a worker gives back for a cell: its number, records, seconds, and where the model's numbers come from.
-Result = tuple[int, pd.DataFrame, dict[str, float], dict[str, Any]]
-Executor = Callable[[Study, Sequence[Cell]], Iterator[Result]]
 EXECUTORS = ("local", "ray")
 
 
@@ -125,29 +122,15 @@ def _execute(
     from tqdm import tqdm
 
     shown = sys.stderr.isatty() if progress is None else progress
+    results: Iterator[Result]
     if executor == "ray":
         from dart_lab.studies.distributed import run_with_ray
 
         results = run_with_ray(study, left, workers)
     else:
-        results = run_here(study, left, tasks)
+        results = map(CellRunner(study, tasks).run, left)
     with tqdm(total=len(left), desc="study", unit="block", disable=not shown) as bar:
         for number, records, seconds, facts in results:
             store.check_provenance(facts["studied_as"], {k: v for k, v in facts.items() if k != "studied_as"})
             store.save(number, records, seconds)
             bar.update()
-
-
-def run_here(study: Study, left: Sequence[Cell], tasks: Mapping[str, Task]) -> Iterator[Result]:
-    """Cells one after the other; a model is loaded once."""
-    from dart_lab.vlm.load import load
-
-    name, vlm, facts, conditions = "", None, {}, study.conditions()
-    for cell in left:
-        if vlm is None or cell.model != name:
-            vlm = None
-            name, vlm = cell.model, load(cell.model)
-            facts = {**vlm.provenance(), "studied_as": name}
-        task = tasks[cell.task.label]
-        records, seconds = run_cell(vlm, task, cell, conditions, max_new_tokens=study.max_new_tokens)
-        yield cell.number, records, seconds, facts

@@ -71,21 +71,28 @@ class Store:
     def create(cls, folder: str | Path, study: Study) -> Store:
         """Make the folder, or go on with one that holds the same study.
 
+        The plan is read and written under the lock, so that of two processes that start at once only one makes it.
+
         Raises:
-            DartLabError: the folder holds another study, or files that are none.
+            DartLabError: the folder holds another study, or files that are none, or another process is at work here.
         """
         path = Path(folder)
-        if (path / PLAN).exists():
-            store = cls.open(path)
-            if store.study.fingerprint != study.fingerprint:
-                raise DartLabError(f"{path} holds another study; give another folder, or resume that one as it is")
-            return store
         if path.exists() and not path.is_dir():
             raise DartLabError(f"{path} is a file; give a folder")
-        if path.is_dir() and any(path.iterdir()):
-            raise DartLabError(f"{path} holds files that are no study; give an empty folder")
-        write_files({path / PLAN: _json(study.as_dict())}, durable=True)
-        return cls(path, study)
+        if path.is_dir():
+            _refuse_strangers(path)  # before anything is written, a lock included
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        with _alone(path):
+            if not (path / PLAN).exists():
+                write_files({path / PLAN: _json(study.as_dict())}, durable=True)
+                return cls(path, study)
+            store = cls.open(path)
+        if store.study.fingerprint != study.fingerprint:
+            raise DartLabError(f"{path} holds another study; give another folder, or resume that one as it is")
+        return store
 
     @classmethod
     def open(cls, folder: str | Path) -> Store:
@@ -108,25 +115,9 @@ class Store:
         Raises:
             DartLabError: another process is at work here, or the folder cannot be written.
         """
-        path = self.folder / LOCK
-        try:
-            handle = os.open(path, os.O_CREAT | os.O_RDWR)
-        except OSError as error:
-            raise DartLabError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
-        try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                holder = os.read(handle, _HOLDER).decode(errors="replace").strip() or "unknown"
-                raise DartLabError(
-                    f"{self.folder} is in use by another process ({holder}); wait for it, or give another folder"
-                ) from error
-            os.ftruncate(handle, 0)
-            os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        with _alone(self.folder):
             self._sweep()
             yield
-        finally:
-            os.close(handle)
 
     def _sweep(self) -> None:
         """Remove what a killed process left half written."""
@@ -215,6 +206,37 @@ class Store:
         if not path.exists():
             raise DartLabError(f"{self.folder} is not done yet; run dart-lab study resume {self.folder}")
         return pq.read_table(path).to_pandas()
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; see `Store.locked`."""
+    path = folder / LOCK
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise DartLabError(f"{path} cannot be written ({error.strerror}); choose another folder") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(handle, _HOLDER).decode(errors="replace").strip() or "unknown"
+            raise DartLabError(
+                f"{folder} is in use by another process ({holder}); wait for it, or give another folder"
+            ) from error
+        os.ftruncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Raise `DartLabError` if a folder without a plan holds anything but what a start that was killed leaves."""
+    names = {file.name for file in folder.iterdir()}
+    strange = [name for name in names if name != LOCK and not name.startswith(f".{PLAN}.")]
+    if PLAN not in names and strange:
+        raise DartLabError(f"{folder} holds files that are no study; give an empty folder")
 
 
 def _parquet(table: pa.Table) -> bytes:

@@ -21,6 +21,7 @@ from PIL import Image
 
 from dart_lab.errors import DartLabError
 from dart_lab.studies import cells as cells_module
+from dart_lab.studies import store as store_module
 from dart_lab.studies.cells import cells, run_cell
 from dart_lab.studies.plan import NONE_KEPT, UNPRUNED, Grid, Study, TaskSpec
 from dart_lab.studies.run import merge_folders, resume_study, run_study, status_of
@@ -118,6 +119,40 @@ def test_two_processes_do_not_share_a_folder(study: Study, tmp_path: Path) -> No
     assert other.returncode != 0 and "in use by another process" in other.stderr and str(os.getpid()) in other.stderr
     with store.locked():  # the lock is free again
         pass
+
+
+def test_of_two_that_start_at_once_only_one_makes_the_plan(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second starter comes exactly when the first has seen no plan and is about to write its own."""
+    other = Study(tasks=study.tasks[:1], models=study.models)
+    real, refused = store_module.write_files, []
+
+    def crowded(contents: Any, **options: Any) -> Any:
+        if not refused:
+            with pytest.raises(DartLabError, match="in use by another process") as caught:
+                Store.create(tmp_path / "run", other)
+            refused.append(caught)
+        return real(contents, **options)
+
+    monkeypatch.setattr(store_module, "write_files", crowded)
+    made = Store.create(tmp_path / "run", study)
+    assert refused and Store.open(made.folder).study.fingerprint == study.fingerprint
+    with pytest.raises(DartLabError, match="another study"):
+        Store.create(tmp_path / "run", other)
+
+
+def test_a_start_that_was_killed_does_not_block_the_folder(study: Study, tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / ".plan.json.x1").write_text("{")
+    assert Store.create(tmp_path, study).study is study
+
+
+def test_a_folder_of_other_files_is_refused_before_anything_is_written(study: Study, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(DartLabError, match="no study; give an empty folder"):
+        Store.create(tmp_path, study)
+    assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_a_full_disk_stops_the_run_and_loses_nothing(study: Study, finished: Path, tmp_path: Path) -> None:
