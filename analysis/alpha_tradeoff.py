@@ -20,9 +20,10 @@ from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.fastv import FastV
 from dart_lab.pruners.none_kept import NoneKept
 from dart_lab.studies.bootstrap import bootstrap_sums, sums_by_image
+from dart_lab.studies.plan import NONE_KEPT, UNPRUNED
 from dart_lab.studies.scores import score_table
 
-from .sweep import NONE_KEPT, UNPRUNED, interval, open_bench, points
+from .sweep import interval, open_bench, points
 
 ALPHAS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0)  # the published sweep
 KEEP = (192, 144, 96, 64, 32)

@@ -14,8 +14,9 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.fitting import fit
 from dart_lab.studies.bootstrap import Floats, bootstrap_sums
+from dart_lab.studies.plan import NONE_KEPT, UNPRUNED
 
-from .sweep import NONE_KEPT, UNPRUNED, interval, open_bench
+from .sweep import interval, open_bench
 
 KEEP = (384, 288, 192, 128, 64, 32, 16)
 METHODS = ("dart", "fastv", "random", "divprune", "pyramiddrop")

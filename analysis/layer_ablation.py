@@ -12,9 +12,10 @@ from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec
 from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.registry import make_pruner
+from dart_lab.studies.plan import NONE_KEPT, UNPRUNED
 from dart_lab.studies.scores import score_table
 
-from .sweep import NONE_KEPT, UNPRUNED, interval, open_bench
+from .sweep import interval, open_bench
 
 KEEP = (64,)
 METHODS = ("dart", "fastv", "random")

@@ -15,11 +15,12 @@ from dart_lab.pruners.fitting import BUDGETLESS, fit
 from dart_lab.pruners.registry import pruner_names
 from dart_lab.studies.answering import answer_all
 from dart_lab.studies.comparison import differences, holm
+from dart_lab.studies.plan import NONE_KEPT, UNPRUNED
 from dart_lab.studies.scores import score_table
 from dart_lab.tasks.base import Sample
 from dart_lab.tasks.coarse import coarse
 
-from .sweep import DATA, NONE_KEPT, UNPRUNED, interval, open_bench, points, runnable
+from .sweep import DATA, interval, open_bench, points, runnable
 
 KEEP = (192, 128, 64)
 SAMPLES = 140

@@ -15,9 +15,10 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.dart import DART
 from dart_lab.pruners.random import Random
+from dart_lab.studies.plan import UNPRUNED
 from dart_lab.studies.scores import score_table
 
-from .sweep import UNPRUNED, Bench, interval, open_bench
+from .sweep import Bench, interval, open_bench
 
 KEEP = (64,)
 SAMPLES = 140

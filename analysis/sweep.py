@@ -17,7 +17,6 @@ from dart_lab.studies.answering import answer_all
 from dart_lab.tasks.base import Sample, Task
 
 DATA = "shapes"
-UNPRUNED, NONE_KEPT = "unpruned", "none kept"
 
 
 @dataclass(frozen=True, eq=False)

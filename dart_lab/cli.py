@@ -256,13 +256,14 @@ def _split(text: str, option: str) -> list[str]:
 
 def _check_figure_options(chosen: Any) -> None:
     """What can be checked for every figure before any of them starts."""
+    from dart_lab.displays.figure import MOST_SAMPLES
     from dart_lab.pruners.registry import pruner_class
     from dart_lab.vlm.load import check_model_name
 
     for method in chosen.methods or ():
         pruner_class(method)
-    if chosen.n is not None and chosen.n < 1:
-        raise DartLabError(f"n={chosen.n}: give at least 1 sample")
+    if chosen.n is not None and not 1 <= chosen.n <= MOST_SAMPLES:
+        raise DartLabError(f"n={chosen.n}: give 1 to {MOST_SAMPLES:,} samples; a figure holds its records in memory")
     if chosen.rolebook is not None and not chosen.rolebook.is_file():
         raise DartLabError(f"--rolebook {chosen.rolebook}: no such file; make one with dart-lab roles fit")
     check_model_name(chosen.model)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: The entry-point group through which packages offer figures: `name = "package.module:FIGURE"`.
 GROUP = "dart_lab.figures"
+MOST_SAMPLES = 1_000_000  # of one figure: its records are held in memory
 ENDINGS = (".parquet", ".json", ".png", ".pdf")
 
 

@@ -194,7 +194,7 @@ def branch_rows(
         return reduction
 
     watcher = _Branches(model, family, first, list(parts.values()), decide)
-    watcher.prompt, watcher._pixels = trunk.watcher.prompt, trunk.watcher._pixels
+    watcher.take_prompt(trunk.watcher)
     text = compat.text_model(model)
     cache = shared_cache(trunk.cache, first, now.length, copies)  # decoding of the unpruned answer may have gone on
     with active(model, watcher), torch.no_grad():

@@ -138,6 +138,10 @@ class PassWatcher:
         while self._undo:
             self._undo.pop()()
 
+    def take_prompt(self, other: PassWatcher) -> None:
+        """Know the prompt and the pictures that another watcher of this model saw, as if they had come by here."""
+        self.prompt, self._pixels = other.prompt, other._pixels
+
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
 

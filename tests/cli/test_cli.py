@@ -182,6 +182,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
         (["--keep", "64,-1"], "keep"),
         (["--keep", "64,0"], "keep"),
         (["--n", "0"], "n="),
+        (["--n", "1" + 30 * "0"], "give 1 to 1,000,000 samples"),
         (["--layer", "0"], "layer=0"),
         (["--model", "tinny"], "Did you mean 'tiny'?"),
         (["--data", "shaps"], "Did you mean 'shapes'?"),
