@@ -15,11 +15,12 @@ from dart_lab.displays.roles import ROLE_COLOURS, draw_shares
 from dart_lab.pruners.base import Pruner
 from dart_lab.roles.labels import ROLES, TokenRoles
 from dart_lab.studies.bootstrap import bootstrap_sums
+from dart_lab.studies.plan import UNPRUNED
 from dart_lab.studies.scores import score_table
 from dart_lab.vlm.layout import VisualTokens
 
 from .role_bench import before_layer, open_roles
-from .sweep import UNPRUNED, interval
+from .sweep import interval
 
 METHODS = ("fastv", "dart", "divprune", "random")
 KEEP = (192, 128, 64)

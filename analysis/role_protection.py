@@ -14,11 +14,12 @@ from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.protect import Protect
 from dart_lab.roles.labels import TokenRoles
 from dart_lab.studies.comparison import differences, holm
+from dart_lab.studies.plan import UNPRUNED
 from dart_lab.studies.scores import score_table
 from dart_lab.vlm.layout import VisualTokens
 
 from .role_bench import CONTROL_SEEDS, averaged, before_layer, controls, masks, open_roles
-from .sweep import UNPRUNED, interval, points
+from .sweep import interval, points
 
 METHODS = ("fastv", "dart", "divprune", "random")
 SAMPLES = 70

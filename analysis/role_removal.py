@@ -15,11 +15,12 @@ from dart_lab.pruners.remove import How, Remove, Where
 from dart_lab.roles.controls import Match
 from dart_lab.roles.labels import ALIVE, TokenRoles
 from dart_lab.studies.comparison import differences
+from dart_lab.studies.plan import UNPRUNED
 from dart_lab.studies.scores import score_table
 from dart_lab.vlm.layout import VisualTokens
 
 from .role_bench import CONTROL_SEEDS, averaged, controls, masks, open_roles
-from .sweep import UNPRUNED, interval, points
+from .sweep import interval, points
 
 SAMPLES = 70
 WAYS: tuple[tuple[str, How, Where], ...] = (
