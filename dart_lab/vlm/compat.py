@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dart_lab.errors import DartLabError
 
+_TEXT_NAMES = ("language_model", "text_model", "model")
 _CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
 
 
@@ -75,7 +78,7 @@ def text_model(model: Any) -> Any:
     for _ in range(4):
         if isinstance(getattr(found, "layers", None), nn.ModuleList) and hasattr(found, "norm"):
             return found
-        found = getattr(found, "language_model", None) or getattr(found, "model", None)
+        found = next((x for x in (getattr(found, name, None) for name in _TEXT_NAMES) if x is not None), None)
         if found is None:
             break
     raise DartLabError(
@@ -154,10 +157,26 @@ def projector(model: nn.Module) -> nn.Module:
     """The module that turns vision features into input embeddings."""
     inner = getattr(model, "model", model)
     for owner in (inner, model):
-        found = getattr(owner, "multi_modal_projector", None)
-        if isinstance(found, nn.Module):
-            return found
+        for name in ("multi_modal_projector", "connector"):
+            found = getattr(owner, name, None)
+            if isinstance(found, nn.Module):
+                return found
     raise DartLabError(f"{type(model).__name__} has no multi_modal_projector; reduce inside the language model instead")
+
+
+def tile_grid(size: tuple[int, int], view: int, tiles: int) -> tuple[int, int]:
+    """Tiles down and across that InternVL's image processor lays over a picture of `size` (width, height).
+
+    Args:
+        size: of the picture.
+        view: pixels a side of a tile.
+        tiles: how many there are, without the thumbnail. Among grids of so many tiles the processor's own choice wins,
+            whatever least and largest number it was set to.
+    """
+    names = (f"transformers.models.got_ocr2.image_processing_{kind}got_ocr2" for kind in ("pil_", ""))
+    module = import_module(next(name for name in names if find_spec(name) is not None))
+    columns, rows = module.get_optimal_tiled_canvas((size[1], size[0]), (view, view), tiles, tiles)
+    return int(rows), int(columns)
 
 
 def returns_tuple(block: nn.Module) -> bool:

@@ -40,11 +40,13 @@ def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None =
     sizes = None if images is None else [image.size for image in images]
     samples: list[VisualTokens] = []
     first = 0
-    for row in visual:
+    for row, own_ids in zip(visual, ids.cpu().numpy(), strict=True):
         position = np.flatnonzero(row)
         if sizes is not None and len(position) and first >= len(sizes):
             raise DartLabError(f"{len(sizes)} images were given, but the prompts hold more")
-        tokens, count = family.tokens(model, position, inputs, first, sizes)
+        tokens, count = family.tokens(model, own_ids, position, inputs, first, sizes)
         samples.append(tokens)
         first += count
+    if sizes is not None and first != len(sizes):
+        raise DartLabError(f"{len(sizes)} images were given, but the prompts hold {first}")
     return TokenLayout(groups(visual, attended), tuple(samples))

@@ -192,8 +192,10 @@ class PassWatcher:
         if self.prompt is not None and self.prompt.continues(ids, self._pixels):
             return
         first = 0
-        for row in self.family.visual_mask(self.model, ids[:: self._expand]).cpu().numpy():
-            first += self.family.tokens(self.model, np.flatnonzero(row), inputs, first, None)[1]
+        ids = ids[:: self._expand]
+        visual = self.family.visual_mask(self.model, ids).cpu().numpy()
+        for own, row in zip(ids.cpu().numpy(), visual, strict=True):
+            first += self.family.tokens(self.model, own, np.flatnonzero(row), inputs, first, None)[1]
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._pixels = next(
@@ -307,11 +309,12 @@ class PassWatcher:
         image = 0
         for row in range(0, len(visual), now.expand):
             position = np.flatnonzero(visual[row])
-            if self.family is None or ids is None:
+            own = None if ids is None else ids[row].cpu().numpy()
+            if self.family is None or own is None:
                 tokens, images = unknown_place(position), 1
             else:
-                tokens, images = self.family.tokens(self.model, position, kwargs, image, None)
-            samples.append(Sample(tokens, None if ids is None else ids[row].cpu().numpy(), images))
+                tokens, images = self.family.tokens(self.model, own, position, kwargs, image, None)
+            samples.append(Sample(tokens, own, images))
             image += images
         now.samples, now.picture_rows = samples, self._picture_rows(kwargs, samples)
         self._note_views(samples, now.picture_rows)
@@ -324,7 +327,7 @@ class PassWatcher:
         images = sum(sample.images for sample in samples)
         if self.family is None or self._pixels is None or not images:
             return []
-        each = self.family.pixel_rows(self.model, inputs, images)
+        each = self.family.pixel_rows(self.model, inputs, [sample.tokens for sample in samples])
         rows = self._pixels.shape[0]
         if not each or len(each) != images or rows % sum(each):
             return []
@@ -336,10 +339,12 @@ class PassWatcher:
         """Keep the first few pictures as the model saw them, for a look at what was kept."""
         image = 0
         for sample in samples:
-            if not rows or self._pixels is None or self._pixels.dim() != _PICTURES_DIM or self._shown == PICTURES_SHOWN:
+            if self.family is None or not rows or self._shown == PICTURES_SHOWN:
+                return
+            if self._pixels is None or self._pixels.dim() != _PICTURES_DIM:
                 return
             if sample.images:
-                sample.view = as_picture(self._pixels[rows[image].start])
+                sample.view = as_picture(self._pixels[rows[image][self.family.whole]])
                 self._shown += 1
             image += sample.images
 

@@ -19,6 +19,7 @@ from dart_lab.pruners.reduction import PAD, Merge, Reduction, compose, rows_to_m
 from dart_lab.pruners.selectors import ascending
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat
+from dart_lab.vlm.families.tiles import folded, side_of
 from dart_lab.vlm.providers import received
 from dart_lab.vlm.tap import Captured, Tap, attention_logits, attention_rows
 
@@ -30,7 +31,7 @@ class VisionReducer:
     """Hooks on the vision tower and the projector that apply reductions to every crop.
 
     Args:
-        model: a model with a vision tower of CLIP's or DINOv2's build and a projector.
+        model: a model with a vision tower and a projector; of CLIP's or DINOv2's build to reduce before the projector.
         parts: the single-stage methods that act there, in the order of their stages.
         decide: part, signals → reduction (None: leave as it is).
         regions: which part of each picture each row of the tower's input shows, see `Family.regions`.
@@ -51,23 +52,14 @@ class VisionReducer:
             raise DartLabError(f"{type(model).__name__} has no vision tower; reduce inside the language model instead")
         self.tower, self.projector, self.blocks = tower, compat.projector(model), compat.vision_blocks(tower)
         self.parts, self._decide, self._regions = list(parts), decide, regions
-        feature = getattr(model.config, "vision_feature_layer", None)
-        if feature is None:
-            raise DartLabError(
-                f"the vision tower of {type(model).__name__} is not of CLIP's build, so nothing can be reduced in it; "
-                "use a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
-            )
-        if not isinstance(feature, int):
-            raise DartLabError(
-                "features from several vision layers cannot be reduced; use a method inside the language model"
-            )
-        self.feature_block = len(self.blocks) + feature if feature < 0 else feature - 1
+        self._early = any(part.stage.kind != "PROJECTED" for part in parts)
+        fold = folded(model.config)
+        self.feature_block = _feature_block(model, len(self.blocks), fold) if self._early else len(self.blocks) - 1
         self.has_cls = hasattr(model.config, "vision_feature_select_strategy") and (
-            "siglip" not in model.config.vision_config.model_type
+            fold == 1 and "siglip" not in model.config.vision_config.model_type
         )
         self.drops_cls = self.has_cls and model.config.vision_feature_select_strategy == "default"
-        vision = model.config.vision_config
-        self.places = (vision.image_size // vision.patch_size) ** 2 + (self.has_cls and not self.drops_cls)
+        self.places = side_of(model.config) ** 2 + (self.has_cls and not self.drops_cls)
         self.placed: Reduction | None = None
         self._reduction: Reduction | None = None
         self._cls_goes_on = False
@@ -86,17 +78,19 @@ class VisionReducer:
                 f"vision block {beyond[0]} comes after block {self.feature_block}, which makes the features: no "
                 "effect; give the method's blocks= or layers= within the tower"
             )
+        self._undo.append(self.tower.register_forward_pre_hook(self._start).remove)
+        self._undo.append(self.projector.register_forward_hook(self._after_projector).remove)
+        if not self._early:
+            return
         watched = {self.feature_block, *inside, *self._early_blocks()}
         tap = Tap({index: self.blocks[index] for index in sorted(watched)}, self._observe)
         self._undo.append(tap.__exit__)
         tap.__enter__()
-        self._undo.append(self.tower.register_forward_pre_hook(self._start).remove)
         feature = self.blocks[self.feature_block]
         self._undo.append(feature.register_forward_hook(self._note_features).remove)
         for index in range(min(inside, default=len(self.blocks)), len(self.blocks)):
             self._replace_forward(index, inside.get(index))
         self._undo.append(self.projector.register_forward_pre_hook(self._before_projector).remove)
-        self._undo.append(self.projector.register_forward_hook(self._after_projector).remove)
 
     def detach(self) -> None:
         """Take every hook out again."""
@@ -317,3 +311,26 @@ class VisionReducer:
             notes={**reduction.notes, CLASS_TOKEN_PLACE: host},
         )
 
+
+
+def _feature_block(model: Any, blocks: int, fold: int) -> int:
+    """The block that makes the features. Raises `DartLabError` where single patches cannot be reduced before the
+    projector.
+    """
+    if fold > 1:
+        raise DartLabError(
+            f"{type(model).__name__} folds {fold} × {fold} patches into one token behind the vision tower, so no patch "
+            "can go there alone; use a method with where='PROJECTED', or one that acts before or inside the language "
+            "model (stage LLM_IN or a decoder layer)"
+        )
+    feature = getattr(model.config, "vision_feature_layer", None)
+    if feature is None:
+        raise DartLabError(
+            f"the vision tower of {type(model).__name__} is not of CLIP's build, so nothing can be reduced in it; "
+            "use a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
+        )
+    if not isinstance(feature, int):
+        raise DartLabError(
+            "features from several vision layers cannot be reduced; use a method inside the language model"
+        )
+    return blocks + feature if feature < 0 else feature - 1

@@ -7,10 +7,12 @@ from typing import Any
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.vlm.families.anyres import LLAVA_NEXT, LLAVA_ONEVISION
 from dart_lab.vlm.families.base import Family
+from dart_lab.vlm.families.idefics import IDEFICS
+from dart_lab.vlm.families.internvl import INTERNVL
 from dart_lab.vlm.families.llava import LLAVA
 from dart_lab.vlm.families.qwen import QWEN
 
-FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN)
+FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN, INTERNVL, IDEFICS)
 
 __all__ = ["FAMILIES", "Family", "family_of", "supported_model_types"]
 

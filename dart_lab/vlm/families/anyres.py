@@ -34,6 +34,7 @@ class AnyRes:
     name: str
     model_types: tuple[str, ...]
     prompt: str
+    whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
         video = getattr(model.config, "video_token_id", None) or getattr(model.config, "video_token_index", None)
@@ -44,6 +45,7 @@ class AnyRes:
     def tokens(
         self,
         model: Any,
+        ids: np.ndarray,
         position: np.ndarray,
         inputs: Mapping[str, Any],
         first_image: int,
@@ -57,23 +59,18 @@ class AnyRes:
         self, model: Any, inputs: Mapping[str, Any], first: int, sizes: Sequence[tuple[int, int]] | None
     ) -> Iterator[VisualTokens]:
         known = _sizes(inputs)
-        tiles = self.pixel_rows(model, inputs, len(known))
+        tiles = _rows(model, inputs)
         for image, (height, width) in enumerate(known[first:], start=first):
             own = (width, height) if sizes is None else sizes[image]
             yield _picture(model, (height, width), tiles[image] - 1, own)
 
-    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int]:
-        sizes = _sizes(inputs)
-        counts = inputs.get("batch_num_images")  # OneVision gives tiles only to a prompt's single picture
-        alone = [n == 1 for n in counts.tolist() for _ in range(n)] if counts is not None else [True] * len(sizes)
-        count = _module(model).image_size_to_num_patches
-        pinpoints, view = model.config.image_grid_pinpoints, model.config.vision_config.image_size
-        return [count(list(size), pinpoints, view) if tiled else 1 for size, tiled in zip(sizes, alone, strict=True)]
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
+        return _rows(model, inputs)
 
     def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
         sizes = _sizes(inputs)
         out = []
-        for (height, width), rows in zip(sizes, self.pixel_rows(model, inputs, len(sizes)), strict=True):
+        for (height, width), rows in zip(sizes, _rows(model, inputs), strict=True):
             whole = np.array([[0.0, 0.0, 1.0, 1.0]])
             if rows > 1:
                 down, across = _tile_grid(model, (height, width))
@@ -91,6 +88,16 @@ def _sizes(inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
     if sizes is None:
         raise DartLabError("the prompt has pictures but no image_sizes; pass what the processor returned")
     return [(int(height), int(width)) for height, width in torch.as_tensor(sizes).tolist()]
+
+
+def _rows(model: Any, inputs: Mapping[str, Any]) -> list[int]:
+    """Rows of the tower's input that each picture of the batch occupies: the base view and its tiles."""
+    sizes = _sizes(inputs)
+    counts = inputs.get("batch_num_images")  # OneVision gives tiles only to a prompt's single picture
+    alone = [n == 1 for n in counts.tolist() for _ in range(n)] if counts is not None else [True] * len(sizes)
+    count = _module(model).image_size_to_num_patches
+    pinpoints, view = model.config.image_grid_pinpoints, model.config.vision_config.image_size
+    return [count(list(size), pinpoints, view) if tiled else 1 for size, tiled in zip(sizes, alone, strict=True)]
 
 
 def _module(model: Any) -> Any:

@@ -31,13 +31,24 @@ class Family(Protocol):
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:
         """`(batch, sequence)` bool: which token ids stand for visual tokens."""
 
+    @property
+    def whole(self) -> int:
+        """Which of a picture's crops shows the whole of it: 0 the first, -1 the last."""
+
     def tokens(
-        self, model: Any, position: np.ndarray, inputs: Any, first_image: int, sizes: Sequence[tuple[int, int]] | None
+        self,
+        model: Any,
+        ids: np.ndarray,
+        position: np.ndarray,
+        inputs: Any,
+        first_image: int,
+        sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
         """Place one sample's visual tokens.
 
         Args:
             model: the model.
+            ids: `(sequence,)` the sample's token ids.
             position: `(n,)` positions of the sample's visual tokens in the sequence.
             inputs: what the processor returned for the batch (grids, image sizes …).
             first_image: number of the sample's first image within the batch.
@@ -51,8 +62,10 @@ class Family(Protocol):
             DartLabError: the visual tokens do not make up whole images (a truncated prompt).
         """
 
-    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
-        """Rows of the vision tower's input that each of the batch's `images` pictures occupies; None: unknown."""
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
+        """Rows of the vision tower's input that each picture of the batch occupies, whose `samples` were placed before;
+        None: unknown.
+        """
 
     def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
         """For each picture of the batch `(rows, 4)`: the part of it that each row of the tower's input shows, as shares

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import image_token
+from dart_lab.vlm.families.tiles import rows_by_crops
 from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
 
 
@@ -21,12 +22,19 @@ class Llava:
     name: str = "llava"
     model_types: tuple[str, ...] = ("llava",)
     prompt: str = "USER: <image>\n{question} ASSISTANT:"
+    whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:
         return input_ids == image_token(model.config)
 
     def tokens(
-        self, model: Any, position: np.ndarray, inputs: Any, first_image: int, sizes: Sequence[tuple[int, int]] | None
+        self,
+        model: Any,
+        ids: np.ndarray,
+        position: np.ndarray,
+        inputs: Any,
+        first_image: int,
+        sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
         vision = model.config.vision_config
         side = vision.image_size // vision.patch_size
@@ -65,8 +73,8 @@ class Llava:
             )
         return VisualTokens.join(parts), images
 
-    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
-        return [1] * images
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
+        return rows_by_crops(samples)
 
     def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
         return None

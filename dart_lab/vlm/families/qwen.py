@@ -23,6 +23,7 @@ class Qwen:
     name: str = "qwen-vl"
     model_types: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
     prompt: str = "<image>\n{question}"
+    whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:
         if bool((input_ids == model.config.video_token_id).any()):
@@ -32,6 +33,7 @@ class Qwen:
     def tokens(
         self,
         model: Any,
+        ids: np.ndarray,
         position: np.ndarray,
         inputs: Mapping[str, Any],
         first_image: int,
@@ -60,7 +62,7 @@ class Qwen:
                 kind=np.full(len(row), PATCH), box=box,
             )  # fmt: skip
 
-    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], images: int) -> list[int] | None:
+    def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
         grids = inputs.get(_GRIDS)
         return None if grids is None else [int(rows) for rows in grids.prod(dim=1)]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners import DivPrune, FasterVLM, HiRED, ToMe, VisionZip
+from dart_lab.vlm import compat
 from dart_lab.vlm.families import family_of
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.layout import NEWLINE
@@ -28,7 +29,7 @@ DROPPING = [DivPrune(keep=7), DivPrune(keep=5, where="PROJECTED"), FasterVLM(kee
 def embeddings(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """What the language model receives for a prompt, pictures in place: `(batch, sequence, channels)`."""
     seen: dict[str, Tensor] = {}
-    text = model.model.language_model
+    text = compat.text_model(model)
     hook = text.register_forward_pre_hook(lambda _, __, k: seen.update(e=k["inputs_embeds"]), with_kwargs=True)
     with torch.no_grad():
         model(**inputs)

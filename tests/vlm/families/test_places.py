@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dart_lab.vlm import compat
 from dart_lab.vlm.families import family_of
 from dart_lab.vlm.layout import PATCH, VisualTokens
 from dart_lab.vlm.locate import layout
@@ -27,7 +28,7 @@ def without_mixing(model: Any) -> Any:
     """A copy in which nothing carries information from patch to patch in the vision tower."""
     model = copy.deepcopy(model)
     for name, module in model.named_modules():
-        if name.endswith(("out_proj", "attn.proj")) and isinstance(module, nn.Linear):
+        if name.endswith(("out_proj", "attn.proj", "projection_layer")) and isinstance(module, nn.Linear):
             module.weight.data.zero_()
             module.bias.data.zero_()
     return model
@@ -36,7 +37,7 @@ def without_mixing(model: Any) -> Any:
 def embeddings(kind: Zoo, model: Any, inputs: dict[str, Tensor]) -> Tensor:
     """`(n, channels)` of the visual tokens, as the text model receives them."""
     seen: list[Tensor] = []
-    hook = model.model.language_model.register_forward_pre_hook(
+    hook = compat.text_model(model).register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["inputs_embeds"]), with_kwargs=True
     )
     with torch.no_grad():
@@ -53,10 +54,14 @@ def middle(box: np.ndarray, size: tuple[int, int]) -> tuple[int, int, int, int]:
     return int(low[0]), int(low[1]), int(high[0]), int(high[1])
 
 
-def near(sample: VisualTokens, painted: tuple[int, ...], view_patch: int, cells: int) -> np.ndarray:
-    """Tokens whose box resizing may reach from the painted pixels; `cells` more boxes where features are shrunk."""
+def near(sample: VisualTokens, painted: tuple[int, ...], kind: Zoo, size: tuple[int, int]) -> np.ndarray:
+    """Tokens whose box resizing may reach from the painted pixels; a box more where features are shrunk."""
     cell = sample.box[:, 2:] - sample.box[:, :2]
-    margin = SUPPORT * np.maximum(1, cell / view_patch) + cells * cell
+    steps = np.maximum(1, cell / kind.view_patch)
+    if kind.through:  # the picture is resized twice on its way to the tiles, once more to the whole view
+        sides = np.maximum(1, np.floor(np.array(size) * kind.through / max(size)))
+        steps = steps + 2 * np.maximum(1, np.array(size) / sides)
+    margin = SUPPORT * steps + kind.resampled * cell
     low, high = sample.box[:, :2] - margin, sample.box[:, 2:] + margin
     return ((low < painted[2:]) & (high > painted[:2])).all(axis=1) & (sample.kind == PATCH)
 
@@ -87,5 +92,5 @@ def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size
         inside = (sample.box[:, :2] <= painted[:2]).all(axis=1) & (sample.box[:, 2:] >= painted[2:]).all(axis=1)
         must = np.arange(len(sample)) == token if kind.resampled else inside | (np.arange(len(sample)) == token)
         assert moved[must].all(), (token, sample.box[token], painted)
-        allowed = near(sample, painted, kind.view_patch, int(kind.resampled))
+        allowed = near(sample, painted, kind, size)
         assert not moved[~allowed].any(), (token, np.flatnonzero(moved & ~allowed))

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.vlm.families import anyres_models, qwen_models
+from tests.vlm.families import anyres_models, qwen_models, tile_models
 
 Batch = dict[str, Tensor]
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -23,6 +23,7 @@ class Zoo:
 
     `prompts`: name → the pictures of each prompt of a batch, in whatever form `build_batch` takes. `one_picture`: a
     prompt about a picture, through the real image processor. `resampled`: features may be shrunk behind the tower.
+    `through`: pixels of the longer side to which a picture is resized before its tiles are cut, if it is.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Zoo:
     one_picture: Callable[[Image.Image], Batch]
     view_patch: int  # pixels of the model's view a visual token is wide
     resampled: bool = False
+    through: int = 0
     pixels: str = "pixel_values"
     per_picture: Callable[[Any, Batch, int], Batch] | None = field(default=None)
 
@@ -62,7 +64,7 @@ class Zoo:
 
 @cache
 def _model(name: str, attention: str) -> Any:
-    return next(kind for kind in FAMILIES if kind.name == name).build(attention)
+    return next(kind for kind in (*FAMILIES, SMOLVLM) if kind.name == name).build(attention)
 
 
 def _qwen(name: str) -> Zoo:
@@ -100,7 +102,27 @@ def _anyres(name: str) -> Zoo:
     )  # fmt: skip
 
 
+def _tiles(name: str) -> Zoo:
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        if name != "internvl":  # prompts are padded to one number of tiles
+            own = slice(0, int(together["pixel_attention_mask"][row].any(dim=(1, 2)).sum()))
+            return {key: together[key][row : row + 1, own] for key in ("pixel_values", "pixel_attention_mask")}
+        tiles = tile_models.tiles_of(together["input_ids"])
+        first = sum(tiles[:row])
+        return {"pixel_values": together["pixel_values"][first : first + tiles[row]]}
+
+    prompts = {"one": (((30, 20),),), "padded": (((30, 20),), ((7, 60), (50, 50)))}
+    return Zoo(
+        name, lambda attention: tile_models.tile_model(name, attention=attention),
+        lambda sizes: tile_models.tile_batch(name, sizes), prompts, (tile_models.IMAGE,),
+        lambda image: tile_models.one_picture(name, image), tile_models.FOLD * tile_models.PATCH, per_picture=pictures,
+        through=0 if name == "internvl" else tile_models.LONGEST,
+    )  # fmt: skip
+
+
 FAMILIES = [
     *(_anyres(name) for name in anyres_models.CLASSES),
     *(_qwen(name) for name in qwen_models.CLASSES),
+    *(_tiles(name) for name in ("internvl", "idefics3")),
 ]
+SMOLVLM = _tiles("smolvlm")  # Idefics3 under another name: not every test over again
