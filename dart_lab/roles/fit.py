@@ -137,7 +137,8 @@ def find_channels(vlm: Any, how: Fit) -> tuple[SinkChannels, str]:
     keep = [c for c in found.channels if _distinct(at, off, c, how)]
     where = f"{len(layers)} layers, {at.shape[1]} tokens at <bos> and delimiters of {len(texts)} texts"
     if not keep:
-        return SinkChannels(channels=(), rule="none"), f"no channel spikes ({where}): this model has no spiking sinks"
+        said = f"no channel is large at <bos> and delimiters alone ({where}); no LLM sink is told"
+        return SinkChannels(channels=(), rule="none"), said
     return SinkChannels(channels=tuple(keep), rule=found.rule), f"channels {keep} spike ({found.rule} rule; {where})"
 
 
@@ -200,8 +201,9 @@ class _Labels:
         if cut is None or self.depths[self.main] < how.least_depth:
             middle = histogram.quantile(0.5)
             kind = "all" if middle >= how.least_similar else "none"
+            doubt = ", unless a direction common to all tokens hides how they differ" if kind == "all" else ""
             self.dead_why = f"one group of foreign similarities (valley {self.depths[self.main]:.2f} deep) " \
-                            f"around {middle:.2f}: {kind} are dead"  # fmt: skip
+                            f"around {middle:.2f}: {kind} are dead{doubt}"  # fmt: skip
             return float(centre[0] - histogram.width) if kind == "all" else None
         upper = centre > cut
         mean, share = float((centre * count)[upper].sum() / count[upper].sum()), histogram.share_above(cut)
