@@ -27,11 +27,16 @@ def pixels_of(images: Sequence[Image.Image], side: int) -> Tensor:
     return (values - torch.tensor(MEAN)[:, None, None]) / torch.tensor(STD)[:, None, None]
 
 
-def draw(rng: np.random.Generator, pictures: int, asked: int) -> list[tuple[scene.Scene, list[questions.Question]]]:
-    """Fresh pictures, each with up to ``asked`` different questions, families in turn."""
+def draw(
+    rng: np.random.Generator, pictures: int, asked: int, window: int = scene.CANVAS
+) -> list[tuple[scene.Scene, list[questions.Question]]]:
+    """Fresh pictures, or windows of ``window`` pixels, with up to ``asked`` different questions each.
+
+    Families take turns.
+    """
     drawn = []
     for _ in range(pictures):
-        picture = scene.compose(rng)
+        picture = scene.compose(rng, window)
         found: dict[str, questions.Question] = {}
         for number in range(2 * asked):
             question = questions.ask(picture, FAMILIES[number % len(FAMILIES)], rng)

@@ -88,7 +88,7 @@ class Packed:
 class MiniNetwork(nn.Module):
     """Its ``state_dict`` holds what is trained: projector and adapters."""
 
-    def __init__(self, model: Any, precision: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, model: Any, precision: torch.dtype = torch.float32) -> None:
         """``model`` is a `LlavaForConditionalGeneration` in float32; its language model is taken apart."""
         super().__init__()
         tower: Any = compat.vision_tower(model)

@@ -35,12 +35,15 @@ BETAS, EPS = (0.9, 0.98), 1e-8
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of updates on pictures whose sides go through ``sides`` in turn; the learning rate goes linearly.
+    """A stretch of updates; the learning rate goes linearly from ``lr`` to ``lr_end``.
 
-    ``shown`` is the share of the visual tokens, drawn anew for every picture, that the language model sees.
+    ``window`` is the side of the part of the canvas that is drawn, in its pixels, and ``side`` that of the picture that
+    the tower gets; small windows hold one to three objects. ``shown`` is the share of the visual tokens, drawn anew for
+    every picture, that the language model sees.
     """
 
-    sides: tuple[int, ...]
+    window: int
+    side: int
     steps: int
     lr: float
     lr_end: float
@@ -52,9 +55,10 @@ class Recipe:
     """All that shapes a run but its seed: pictures an update, questions a picture, and the phases."""
 
     phases: tuple[Phase, ...] = (
-        Phase((168,), 145, 1e-3, 1e-3),
-        Phase((168,), 420, 2.5e-3, 2.5e-3, shown=0.4),
-        Phase((168, 336), 150, 2.5e-3, 2e-4),
+        Phase(168, 168, 480, 2e-3, 2e-3, shown=0.6),
+        Phase(224, 224, 160, 2e-3, 2e-3, shown=0.5),
+        Phase(336, 336, 160, 2e-3, 1e-3, shown=0.25),
+        Phase(336, 336, 50, 1e-3, 1e-4, shown=0.5),
     )
     pictures: int = 2
     questions: int = 12
@@ -200,9 +204,8 @@ def train(
     while progress.phase < len(recipe.phases) and progress.updates != stop_after:
         phase = recipe.phases[progress.phase]
         rng = _rng(seed, progress.phase + 1, progress.step)
-        drawn = data.draw(rng, recipe.pictures, recipe.questions)
-        side = phase.sides[progress.step % len(phase.sides)]
-        features = network.look(data.pixels_of([picture.image for picture, _ in drawn], side))
+        drawn = data.draw(rng, recipe.pictures, recipe.questions, phase.window)
+        features = network.look(data.pixels_of([picture.image for picture, _ in drawn], phase.side))
         features = some(features, phase.shown, rng)
         loss, right = loss_of(network, features, data.pack(tokenizer, [asked for _, asked in drawn]))
         loss.backward()
@@ -214,7 +217,7 @@ def train(
             hits = [hit for (_, asked), row in zip(drawn, right, strict=True)
                     for question, hit in zip(asked, row, strict=True) if question.family == family]  # fmt: skip
             if hits:
-                log[f"{family} at {side}"] = float(np.mean(hits))
+                log[f"{family}"] = float(np.mean(hits))
         progress.note(log)
         progress.step += 1
         if progress.step % LOG_STEPS == 0:
@@ -222,7 +225,7 @@ def train(
             at = f"phase {progress.phase} step {progress.step}/{phase.steps} {time.monotonic() - began:.0f} s"
             print(at, shown, flush=True)
         if progress.step == phase.steps:
-            progress.phase, progress.step = progress.phase + 1, 0
+            progress.phase, progress.step, progress.averages = progress.phase + 1, 0, {}
         if time.monotonic() - saved > SAVE_SECONDS:
             save(out, optimizer, progress, seed)
             saved = time.monotonic()

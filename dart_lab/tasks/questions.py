@@ -30,7 +30,7 @@ SHAPE_FACTS: dict[str, str] = {
 }  # fmt: skip
 CELL_NAMES: tuple[str, ...] = tuple(f"{chr(ord('a') + x)}{y + 1}" for y in range(CELLS) for x in range(CELLS))
 QUARTERS: tuple[str, ...] = ("top left", "top right", "bottom left", "bottom right")
-QUARTER_MARGIN = 0.08 * CANVAS  # least distance of an asked-about center from both midlines, pixels
+QUARTER_MARGIN = 0.08  # least distance of an asked-about center from both midlines, in sides of the picture
 NUMBERS: tuple[str, ...] = tuple(str(number) for number in range(10, 100))
 
 
@@ -170,8 +170,8 @@ def _text(scene: Scene, rng: np.random.Generator, want: int | None) -> Question 
 
 
 def quarter_of(scene: Scene, thing: Thing) -> int | None:
-    """Number in ``QUARTERS`` of the quarter of the canvas that holds the object's center; None near a midline."""
-    x, y = thing.x + scene.origin[0] - CANVAS / 2, thing.y + scene.origin[1] - CANVAS / 2
+    """Number in ``QUARTERS`` of the quarter of the picture that holds the object's center; None near a midline."""
+    x, y = thing.x / scene.side - 0.5, thing.y / scene.side - 0.5
     return None if min(abs(x), abs(y)) < QUARTER_MARGIN else 2 * (y > 0) + (x > 0)
 
 

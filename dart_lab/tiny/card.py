@@ -17,7 +17,8 @@ COLUMNS = (*FAMILIES, "mean")
 TARGETS = {"exist": 97, "attribute": 96, "relation": 85, "count": 85, "ground": 75, "text": 80, "knowledge": 95}
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
     lines = [list(head), *(list(row) for row in rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -45,7 +46,7 @@ def _recipe(recipe: Recipe) -> str:
         ])  # fmt: skip
     head = ("phase", "window", "trained", "updates", "pictures an update", "questions a picture", "pictures",
             "learning rate", "weight of counting", "weight of places")  # fmt: skip
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _fairness(runs: dict[str, Any], blind: dict[str, dict[str, float]]) -> str:
@@ -126,20 +127,20 @@ family a picture; answers are balanced. In brackets: 95 % intervals, bootstrappe
 retraining. The blind floor answers each question template with its most frequent
 answer on other pictures.
 
-{_table(("", *COLUMNS), accuracy)}
+{table(("", *COLUMNS), accuracy)}
 
 ## Is it a fair test of pruning?
 Visual tokens are dropped before layer {DROP_LAYER}. `none` drops all of them; `foreground first` keeps tokens that show
 objects, then ground, in random order.
 
-{_table(("run", "kept", *COLUMNS), dropped)}
+{table(("run", "kept", *COLUMNS), dropped)}
 
 {_fairness(runs, blind)}
 
 Share of the foreground's tokens that methods keep, in percent (a description; no choice about the model, its world or
 its training was made by how a method fares):
 
-{_table(("run", "method", *(f"keep {budget}" for budget in BUDGETS)), recall)}
+{table(("run", "method", *(f"keep {budget}" for budget in BUDGETS)), recall)}
 
 ## What it is not
 It has no attention sinks, no massive activations and at most a mild preference for the lower rows; use `mini` for

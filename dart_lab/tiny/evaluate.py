@@ -140,31 +140,37 @@ def template(question: str) -> str:
     return re.sub(rf"\b({names})\b", "*", question).replace(" an ", " a ")
 
 
-def blind_answers(groups: Sequence[Sequence[Sample]]) -> list[list[bool]]:
+def blind_answers(groups: Sequence[Sequence[Sample]], families: Sequence[str] = FAMILIES) -> list[list[bool]]:
     """The best that is known without a picture: the most frequent answer of the same template on other pictures."""
     counts: dict[str, Counter[str]] = {}
-    others = load_task("shapes", n=len(FAMILIES) * BLIND_PICTURES, seed=BLIND_SEED, questions_per_image=len(FAMILIES))
+    others = load_task(
+        "shapes", n=len(families) * BLIND_PICTURES, seed=BLIND_SEED, families=families,
+        questions_per_image=len(families),
+    )  # fmt: skip
     for sample in others:
         counts.setdefault(template(sample.question), Counter())[sample.answer] += 1
     best = {key: min(count, key=lambda answer: (-count[answer], answer)) for key, count in counts.items()}
     return [[best.get(template(s.question)) == s.answer for s in group] for group in groups]
 
 
-def summary(groups: Sequence[Sequence[Sample]], right: list[list[bool]]) -> dict[str, dict[str, float]]:
+def summary(
+    groups: Sequence[Sequence[Sample]], right: list[list[bool]], families: Sequence[str] = FAMILIES
+) -> dict[str, dict[str, float]]:
     """Accuracy in percent with its interval for every family and for their unweighted mean.
 
     The bootstrap draws pictures with replacement.
     """
-    table = np.full((len(groups), len(FAMILIES)), np.nan)
-    for i, (group, hits) in enumerate(zip(groups, right, strict=True)):
+    own: list[dict[str, list[float]]] = [{family: [] for family in families} for _ in groups]
+    for hits_of, group, hits in zip(own, groups, right, strict=True):
         for sample, hit in zip(group, hits, strict=True):
-            table[i, FAMILIES.index(sample.family)] = 100.0 * hit
+            hits_of[sample.family].append(100.0 * hit)
+    table = np.array([[np.mean(hits_of[f]) if hits_of[f] else np.nan for f in families] for hits_of in own])
     rng = np.random.Generator(np.random.PCG64(0))
     drawn = np.stack([np.nanmean(table[rng.integers(0, len(table), len(table))], axis=0) for _ in range(DRAWS)])
     drawn = np.column_stack([drawn, drawn.mean(axis=1)])
     means = np.append(np.nanmean(table, axis=0), np.nanmean(table, axis=0).mean())
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    names = (*FAMILIES, "mean")
+    names = (*families, "mean")
     return {
         name: {"accuracy": round(float(mean), 2), "low": round(float(a), 2), "high": round(float(b), 2)}
         for name, mean, a, b in zip(names, means, low, high, strict=True)

@@ -20,7 +20,7 @@ from tests.mini.files import small_folder, small_trained
 
 SIDE = 56
 SHORT = Recipe(
-    phases=(Phase((SIDE,), 2, 1e-3, 1e-3, shown=0.5), Phase((SIDE, 28), 2, 1e-3, 1e-4)),
+    phases=(Phase(112, SIDE, 2, 1e-3, 1e-3, shown=0.5), Phase(336, 28, 2, 1e-3, 1e-4)),
     pictures=1,
     questions=3,
     warmup=2,
