@@ -133,7 +133,7 @@ def verdict(facts: Mapping[str, Any]) -> str:
     said = "; ".join(
         text for text in (
             f"protection helps more than protecting random tokens: {', '.join(good)}" if good else "",
-            f"it harms more: {', '.join(bad)}" if bad else "",
+            f"protection harms, against protecting random tokens: {', '.join(bad)}" if bad else "",
         ) if text
     )  # fmt: skip
     if not said:

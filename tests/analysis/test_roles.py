@@ -60,7 +60,7 @@ def test_protection_is_judged_against_random_tokens() -> None:
     assert alive["overflow"] == 1.0 and alive["already"] == 30 and dead["overflow"] == 0.0
     assert dead["over_control"]["value"] == pytest.approx(-(third & even).mean() - (third & ~even).mean() / 2)
     sentence = role_protection.verdict({"cells": found["cells"]})
-    assert "helps more than protecting random tokens: alive with m at 50" in sentence and "harms more: dead" in sentence
+    assert "helps more than protecting random tokens: alive with m at 50" in sentence and "harms, against" in sentence
     for cell in found["cells"]:
         cell["over_control"]["p_holm"] = 1.0
     assert "no proof" in role_protection.verdict({"cells": found["cells"]})
