@@ -8,13 +8,17 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
 
-.PHONY: help figure test lint unit clean
+# Releases of transformers beside the pinned one, which `make test` runs; oldest supported first
+TRANSFORMERS ?= 4.57.6 5.0.0 5.17.0
+
+.PHONY: help figure test test-versions lint unit clean
 help:
 	@echo "make figure   install into $(VENV), then draw figures/position-bias.png with its data"
 	@echo "make test     install into $(VENV), then lint, types and all tests"
+	@echo "make test-versions   all tests with each of transformers $(TRANSFORMERS), then with the pinned one"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make unit     pytest alone"
-	@echo "make clean    remove caches and build folders (not $(VENV))"
+	@echo "make clean    remove caches and build folders (not $(VENV), not .venvs)"
 
 $(VENV)/.python:
 	@test -n "$(PYTHON)" || { echo "dart-lab needs Python 3.11, 3.12 or 3.13; none was found. Install one, or name it: make PYTHON=/path/to/python3.11" >&2; exit 2; }
@@ -40,6 +44,10 @@ unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
 
 test: lint unit
+
+test-versions: $(VENV)/.installed-dev
+	$(BIN)/python tests/versions.py $(TRANSFORMERS) -- $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -34,6 +34,7 @@ _WHERE = {
     "POST_PREFILL_CACHE": "in the cache of the prompt",
 }
 _NO_WORDS = "(no words)"
+_NAME_WIDTH = 13  # of a finding of the doctor; few packages have longer names
 _KINDS = ("methods", "models", "figures", "tasks")
 
 app = typer.Typer(
@@ -129,11 +130,12 @@ def figure(
     progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
 ) -> None:
     """Make a figure: its records, its picture and where they come from, side by side in a folder."""
-    from dart_lab.displays.figure import FigureOptions, figure_names, figure_spec, run_figure
-
     if show_list:
         listing("figures")
         return
+    from dart_lab.displays.figure import FigureOptions, figure_spec, run_figure
+    from dart_lab.displays.figure_names import figure_names
+
     names = figure_names() if name == "all" else [name or ""]
     if not name:
         raise DartLabError(f"the figure's name is missing. Known: {', '.join(figure_names())}, or all")
@@ -222,12 +224,12 @@ def doctor() -> None:
     """Say what is installed, what is missing and what to do about it; exit code 1 if something needed is missing."""
     from dart_lab.doctor import examine
 
-    findings = examine()
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
+    missing = False
+    for finding in examine():
         mark = "ok" if finding.good else "MISSING" if finding.needed else "-"
-        typer.echo(f"{mark:<7}  {finding.name:<{width}}  {finding.says}")
-    if any(finding.needed and not finding.good for finding in findings):
+        print(f"{mark:<7}  {finding.name:<{_NAME_WIDTH}}  {finding.says}", flush=True)
+        missing |= finding.needed and not finding.good
+    if missing:
         raise typer.Exit(_FAILED)
 
 
@@ -350,9 +352,9 @@ def _rows(kind: str) -> list[tuple[str, str]]:
             (family.name, f"folder or hub id with model_type {', '.join(family.model_types)}") for family in FAMILIES
         ]
     if kind == "figures":
-        from dart_lab.displays.figure import figure_names, figure_spec
+        from dart_lab.displays.figure_names import figure_summaries
 
-        return [(name, figure_spec(name).summary) for name in figure_names()]
+        return list(figure_summaries().items())
     from dart_lab.tasks.base import TASKS
 
     return [(name, "comes with the package, works offline") for name in sorted(TASKS)]

@@ -22,14 +22,20 @@ class Finding:
     needed: bool = True
 
 
-def examine() -> list[Finding]:
-    """Look at Python, the packages, the device, the attention kernels, the packaged model and the figures.
+def examine() -> Iterator[Finding]:
+    """Look at Python, the packages, the figures, the device, the attention kernels and the packaged model.
 
-    >>> examine()[0].name
+    What is quickly known comes first; each finding is given as soon as it is known.
+
+    >>> next(examine()).name
     'python'
     """
-    found = [Finding("python", platform.python_version(), sys.version_info >= (3, 11))]
-    return [*found, *_packages(), *_torch(), _torchvision(), _tiny(), _figures()]
+    yield Finding("python", platform.python_version(), sys.version_info >= (3, 11))
+    yield from _packages()
+    yield _figures()
+    yield from _torch()
+    yield _torchvision()
+    yield _tiny()
 
 
 def _packages() -> Iterator[Finding]:
@@ -70,16 +76,27 @@ def _torch() -> Iterator[Finding]:
         yield Finding("device", names, True)
     else:
         yield Finding("device", f"CPU, {torch.get_num_threads()} threads (no GPU that torch can use)", True)
-    kernels = ["eager", "sdpa"]
+    yield Finding("attention", _kernels(torch.cuda.is_available()), True)
+
+
+def _kernels(gpu: bool) -> str:
+    """Which attention kernels there are, which one a model uses, and how to get another."""
+    kernels = ["sdpa", "eager"]
     kernels += ["flex_attention"] if find_spec("torch.nn.attention.flex_attention") else []
-    kernels += ["flash_attention_2"] if find_spec("flash_attn") else []
-    yield Finding("attention", f"{', '.join(kernels)}; models use sdpa unless told otherwise", True)
+    flash = find_spec("flash_attn") is not None
+    kernels += ["flash_attention_2"] if flash and gpu else []
+    other = "another with model.set_attn_implementation(name)"
+    if gpu and not flash:
+        other += "; flash_attention_2 after pip install 'dart-lab[flash]'"
+    elif not gpu:
+        other += "; flash_attention_2 needs a GPU"
+    return f"a model uses sdpa; there are {', '.join(kernels)}: {other}"
 
 
 def _torchvision() -> Finding:
     """A torchvision made for another torch breaks the import of every model in transformers."""
     if find_spec("torchvision") is None:
-        return Finding("torchvision", "not installed, and not needed", True)
+        return Finding("torchvision", "not installed, and not needed: pictures are prepared with Pillow", True)
     try:
         import torchvision
     except (ImportError, RuntimeError) as error:
@@ -99,7 +116,7 @@ def _tiny() -> Finding:
 
 
 def _figures() -> Finding:
-    from dart_lab.displays.figure import figure_names
+    from dart_lab.displays.figure_names import figure_names
 
     names = figure_names()
     return Finding("figures", ", ".join(names) or "none found; install dart-lab again: pip install -e .", bool(names))

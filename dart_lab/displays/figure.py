@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from dart_lab.displays.figure_names import GROUP, figure_names
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.files import check_targets, check_writable, write_files, write_somewhere
 from dart_lab.probes.tables import facts_json, load_table, table_bytes
@@ -19,8 +20,6 @@ from dart_lab.probes.trace import load_trace, trace_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: The entry-point group through which packages offer figures: `name = "package.module:FIGURE"`.
-GROUP = "dart_lab.figures"
 MOST_SAMPLES = 1_000_000  # of one figure: its records are held in memory
 ENDINGS = (".parquet", ".json", ".png", ".pdf")
 
@@ -88,15 +87,6 @@ class FigureSpec:
     draw: Callable[[pd.DataFrame, Mapping[str, Any]], Figure]
     lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
     trace: bool = True
-
-
-def figure_names() -> list[str]:
-    """Names of the figures that installed packages offer, sorted.
-
-    >>> "position-bias" in figure_names()
-    True
-    """
-    return sorted(entry_points(group=GROUP).names)
 
 
 def figure_spec(name: str) -> FigureSpec:

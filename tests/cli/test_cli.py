@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -308,8 +308,33 @@ def test_lists_name_everything_there_is(run: Runner) -> None:
 def test_doctor_finds_nothing_missing_here(run: Runner) -> None:
     result = run("doctor")
     assert result.code == 0, result.out
-    assert f"torch         {__import__('torch').__version__}" in result.out
+    assert ["ok", "torch", __import__("torch").__version__] in [line.split() for line in result.out.splitlines()]
     assert "torchvision" in result.out
+
+
+def test_doctor_says_each_finding_before_it_looks_for_the_next(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dart_lab import doctor
+
+    def broken() -> Iterator[doctor.Finding]:
+        raise RuntimeError("torch cannot be asked")
+        yield
+
+    monkeypatch.setattr(doctor, "_torch", broken)
+    result = run("doctor")
+    assert result.code == 1 and "torch cannot be asked" in result.err
+    assert "numpy" in result.out and "position-bias" in result.out and "torchvision" not in result.out
+
+
+def test_doctor_says_which_kernel_a_model_uses_and_how_to_get_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dart_lab import doctor
+
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "flash_attn" else object())
+    assert "needs a GPU" in doctor._kernels(gpu=False)
+    assert "a model uses sdpa" in doctor._kernels(gpu=True) and "dart-lab[flash]" in doctor._kernels(gpu=True)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: object())
+    assert "flex_attention, flash_attention_2" in doctor._kernels(gpu=True)
 
 
 def test_doctor_fails_when_something_needed_is_missing(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from dart_lab.displays import figure as module
-from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec, figure_names, figure_spec, run_figure
+from dart_lab.displays import figure_names as names
+from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec, figure_spec, run_figure
+from dart_lab.displays.figure_names import figure_names, figure_summaries
 from dart_lab.errors import DartLabError
 from dart_lab.probes.trace import REQUIRED, load_trace
 
@@ -54,7 +56,8 @@ def install(monkeypatch: pytest.MonkeyPatch):
             assert group == "dart_lab.figures"
             return Points(point for point in points if name in (None, point.name))
 
-        monkeypatch.setattr(module, "entry_points", find)
+        for place in (module, names):
+            monkeypatch.setattr(place, "entry_points", find)
 
     return _install
 
@@ -126,12 +129,16 @@ def test_a_name_that_two_packages_claim_is_refused_but_one_seen_twice_is_not(ins
         figure_spec("toy")
 
 
-def test_naming_and_describing_figures_needs_no_torch() -> None:
+def test_naming_and_describing_figures_imports_none_of_them() -> None:
     code = (
-        "import sys; from dart_lab.displays.figure import figure_names, figure_spec; "
-        "assert 'position-bias' in figure_names(); print(figure_spec('position-bias').summary); "
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules), 'too much imported'"
+        "import sys; from dart_lab.displays.figure_names import figure_summaries; print(figure_summaries()); "
+        "heavy = {'torch', 'transformers', 'matplotlib', 'pandas', 'dart_lab.analysis.position_bias'}; "
+        "assert not heavy & set(sys.modules), 'too much imported'"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "how often" in done.stdout
+    assert "'position-bias': 'how often" in done.stdout
+
+
+def test_the_lines_read_from_the_files_are_the_figures_own() -> None:
+    assert figure_summaries() == {name: figure_spec(name).summary for name in figure_names()}
