@@ -61,9 +61,10 @@ def processed(kind: str, prompts: Sequence[Sequence[Image.Image]]) -> dict[str, 
         nested = [one for pictures in nested for one in pictures]
     else:
         processor = getattr(transformers, f"{CLASSES[kind]}ImageProcessor")(
-            size={"longest_edge": LONGEST}, max_image_size={"longest_edge": VIEW}, return_row_col_info=True
+            size={"longest_edge": LONGEST}, max_image_size={"longest_edge": VIEW}
         )
-    return dict(processor(nested, return_tensors="pt", input_data_format="channels_last"))
+    asked = {} if kind == "internvl" else {"return_row_col_info": True}
+    return dict(processor(nested, return_tensors="pt", input_data_format="channels_last", **asked))
 
 
 def tile_batch(kind: str, prompts: Sequence[Sequence[Size]]) -> dict[str, Tensor]:
