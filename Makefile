@@ -3,6 +3,8 @@
 SHELL := /bin/bash
 VENV ?= .venv
 PIP_ARGS ?=
+# Processes that share the tests
+WORKERS ?= 2
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' >/dev/null 2>&1 && echo $$p && break; done)
 BIN := $(VENV)/bin
@@ -41,7 +43,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/python -m mypy
 
 unit: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: lint unit
 
