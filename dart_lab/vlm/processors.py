@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from dart_lab.errors import DartLabError
@@ -11,6 +12,8 @@ from dart_lab.vlm import compat
 from dart_lab.vlm.hubfiles import read_json
 
 _VIDEO = "video_processor"
+#: A class that asks for more than pictures need → what it asks for, and a class that writes pictures alike.
+_ALIKE = {"SmolVLMProcessor": ("num2words", "Idefics3Processor")}
 #: Files that say how pictures are prepared; one of them is in every folder with a processor.
 PICTURE_SETTINGS = ("processor_config.json", "preprocessor_config.json")
 _NAMED_IN = (*PICTURE_SETTINGS, "tokenizer_config.json")
@@ -19,8 +22,9 @@ _NAMED_IN = (*PICTURE_SETTINGS, "tokenizer_config.json")
 def load_processor(source: str, name: str, config: Any, options: Mapping[str, Any]) -> Any:
     """The processor of a checkpoint: pads on the left, has a padding token.
 
-    A family whose processor also takes videos needs torchvision for them alone. Without torchvision its class is built
-    all the same, from the image processor that works with Pillow and the tokenizer, and takes pictures and text.
+    A family whose processor also takes videos needs torchvision for them alone, SmolVLM's num2words too. Without these
+    its class is built all the same, from the image processor that works with Pillow and the tokenizer, and takes
+    pictures and text.
 
     Args:
         source: a folder, or a hub id.
@@ -31,14 +35,16 @@ def load_processor(source: str, name: str, config: Any, options: Mapping[str, An
     Raises:
         DartLabError: the checkpoint has no processor for pictures and text.
     """
-    from transformers import AutoProcessor
+    import transformers
     from transformers.utils import is_torchvision_available
 
-    kind = None if is_torchvision_available() else _processor_class(source, config, options)
-    if kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters:
-        processor = _without_videos(kind, source, options)
+    kind = _processor_class(source, config, options)
+    asked, alike = _ALIKE.get(getattr(kind, "__name__", ""), (None, None))
+    complete = is_torchvision_available() and (asked is None or find_spec(asked) is not None)
+    if kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters and not complete:
+        processor = _without_videos(kind if alike is None else getattr(transformers, alike), source, options)
     else:
-        processor = AutoProcessor.from_pretrained(source, **options)
+        processor = transformers.AutoProcessor.from_pretrained(source, **options)
     tokenizer = getattr(processor, "tokenizer", None)
     if tokenizer is None or getattr(processor, "image_processor", None) is None:
         raise DartLabError(f"{name} has no processor for pictures and text; add it with processor.save_pretrained")
@@ -49,7 +55,9 @@ def load_processor(source: str, name: str, config: Any, options: Mapping[str, An
 
 
 class _NoVideos:
-    """Put before a processor class: its video part may be missing."""
+    """Put before a processor class: its video part may be missing, its image processor may be any."""
+
+    image_processor_class = "AutoImageProcessor"
 
     def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
         if argument_name == _VIDEO and argument is None:
@@ -58,7 +66,7 @@ class _NoVideos:
 
 
 def _without_videos(kind: Any, source: str, options: Mapping[str, Any]) -> Any:
-    """A processor of class `kind` whose video processor is None."""
+    """A processor of class `kind`, whose video processor is None if it has one."""
     from transformers import AutoTokenizer
 
     made: Any = type(kind.__name__, (_NoVideos, kind), {"__module__": __name__, "__doc__": kind.__doc__})

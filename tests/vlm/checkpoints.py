@@ -12,12 +12,14 @@ from tokenizers.models import BPE
 
 from tests.models import PATCH as LLAVA_PATCH
 from tests.models import llava_model
-from tests.vlm.families import anyres_models, qwen_models
+from tests.vlm.families import anyres_models, qwen_models, tile_models
 
 LLAVA_GRID = 4
+_TAGS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))  # that Idefics3 looks up
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>", "<|vision_start|>", "<|vision_end|>",
-    "<|image_pad|>", "<|video_pad|>",
+    "<|image_pad|>", "<|video_pad|>", "<img>", "</img>", "<IMG_CONTEXT>", "<fake_token_around_image>", "<global-img>",
+    "<end_of_utterance>", *_TAGS,
 )  # fmt: skip
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 TOKENS = {token: number for number, token in enumerate([*_BYTES, *SPECIAL])}
@@ -43,6 +45,19 @@ def _qwen(kind: str, processor: str, image_processor: str, **sizes: Any) -> dict
             "image_processor_type": image_processor, "processor_class": processor, "patch_size": qwen_models.PATCH,
             "temporal_patch_size": 2, "merge_size": 2, **_MEAN, **sizes,
         },
+    }  # fmt: skip
+
+
+def _idefics(kind: str) -> dict[str, Any]:
+    name = tile_models.CLASSES[kind]
+    return {
+        "model": lambda: tile_models.tile_model(kind), "image": "<image>", "template": _template("<image>"),
+        "preprocessor": {
+            "image_processor_type": f"{name}ImageProcessor", "processor_class": f"{name}Processor",
+            "size": {"longest_edge": tile_models.LONGEST}, "max_image_size": {"longest_edge": tile_models.VIEW},
+            "do_image_splitting": True, **_MEAN,
+        },
+        "processor": {"processor_class": f"{name}Processor", "image_seq_len": tile_models.SIDE**2},
     }  # fmt: skip
 
 
@@ -91,6 +106,23 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         size={"shortest_edge": _QWEN_PIXELS["min_pixels"], "longest_edge": _QWEN_PIXELS["max_pixels"]},
     )
     | {"video": {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": qwen_models.PATCH}},
+    "internvl": {
+        "model": lambda: tile_models.tile_model("internvl"), "image": "<IMG_CONTEXT>",
+        "tokenizer_class": "Qwen2Tokenizer", "template": _template("<IMG_CONTEXT>\n"),
+        "named_tokens": {
+            "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        "preprocessor": {
+            "image_processor_type": "GotOcr2ImageProcessorFast", "processor_class": "InternVLProcessor",
+            "size": {"height": tile_models.VIEW, "width": tile_models.VIEW}, "crop_to_patches": True,
+            "min_patches": 1, "max_patches": tile_models.MOST_TILES, **_MEAN,
+        },
+        "processor": {"processor_class": "InternVLProcessor", "image_seq_length": tile_models.SIDE**2},
+        "video": {"video_processor_type": "InternVLVideoProcessor"},
+    },
+    "idefics3": _idefics("idefics3"),
+    "smolvlm": _idefics("smolvlm") | {"video": {"video_processor_type": "SmolVLMVideoProcessor"}},
 }  # fmt: skip
 
 
@@ -107,7 +139,9 @@ def save_checkpoint(kind: str, folder: Path, **options: Any) -> Path:
     _name_tokens(model.config, parts["image"])
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = TOKENS["<|im_end|>"]
     model.save_pretrained(folder, **options)
-    _save_tokenizer(folder, parts.get("tokenizer_class", "PreTrainedTokenizerFast"))
+    _save_tokenizer(
+        folder, parts.get("tokenizer_class", "PreTrainedTokenizerFast"), parts.get("named_tokens", {})
+    )
     _write(folder / "preprocessor_config.json", parts["preprocessor"])
     _write(folder / "chat_template.json", {"chat_template": parts.get("template", _template("<image>\n"))})
     if "processor" in parts:
@@ -125,13 +159,17 @@ def _name_tokens(config: Any, image: str) -> None:
         for name, token in ids.items():
             setattr(config, f"{name}_token_id", TOKENS[token])
     else:
-        config.image_token_index = TOKENS[image]
+        name = "image_token_index" if hasattr(config, "image_token_index") else "image_token_id"
+        setattr(config, name, TOKENS[image])
         if hasattr(config, "video_token_index"):
             config.video_token_index = TOKENS["<video>"]
 
 
-def _save_tokenizer(folder: Path, tokenizer_class: str) -> None:
-    """One token a byte; the special tokens added, as `tokenizer.json` with its older two companions."""
+def _save_tokenizer(folder: Path, tokenizer_class: str, named: dict[str, str]) -> None:
+    """One token a byte; the special tokens added, as `tokenizer.json` with its older two companions.
+
+    `named`: tokens that the tokenizer is to have as attributes.
+    """
     vocabulary = {byte: TOKENS[byte] for byte in _BYTES}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -144,7 +182,7 @@ def _save_tokenizer(folder: Path, tokenizer_class: str) -> None:
     _write(folder / "tokenizer_config.json", {
         "tokenizer_class": tokenizer_class, "added_tokens_decoder": added, "eos_token": "<|im_end|>",
         "pad_token": "<|endoftext|>", "model_max_length": 4096, "additional_special_tokens": list(SPECIAL[1:]),
-        "model_input_names": ["input_ids", "attention_mask"],
+        "model_input_names": ["input_ids", "attention_mask"], **({"extra_special_tokens": named} if named else {}),
     })  # fmt: skip
 
 
