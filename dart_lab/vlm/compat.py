@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -205,8 +206,9 @@ def real_tokens(mask: Any, total: int) -> Tensor | None:
     """`(batch, total)` bool, which columns are no padding, from the text model's attention mask; None if it does not
     say.
 
-    A ready-made 4-D mask says it in its last row, the prompt's last token.
+    A ready-made 4-D mask or block mask says it in its last row, the prompt's last token.
     """
+    mask = opened(mask)
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         return None
     columns = mask if mask.dim() == 2 else mask[:, 0, -1]
@@ -215,7 +217,28 @@ def real_tokens(mask: Any, total: int) -> Tensor | None:
     return columns[:, :total]
 
 
-def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tensor:
+def opened(mask: Any) -> Any:
+    """A block mask of FlexAttention as `(batch | 1, 1, queries, keys)` bool; any other mask as it is."""
+    if not isinstance(mask, BlockMask):
+        return mask
+    device = mask.kv_num_blocks.device
+    row, query, column = (torch.arange(n, device=device) for n in (mask.shape[0], *mask.seq_lengths))
+    head = torch.zeros((), dtype=torch.int64, device=device)
+    allowed = mask.mask_mod(row[:, None, None], head, query[None, :, None], column[None, None, :])
+    return allowed.expand(len(row), len(query), len(column))[:, None]
+
+
+def block_mask(allowed: Tensor) -> BlockMask:
+    """`allowed` `(batch, 1, queries, keys)` bool as FlexAttention takes it."""
+
+    def look_up(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
+        return allowed[row, 0, query, column]
+
+    batch, _, queries, keys = allowed.shape
+    return create_block_mask(look_up, batch, None, queries, keys, device=allowed.device)
+
+
+def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Any:
     """Write `allowed` `(batch, 1, queries, keys)` bool in the form that a backend takes.
 
     Raises:
@@ -227,6 +250,8 @@ def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Tens
         )
     if "sdpa" in backend:
         return allowed
+    if "flex" in backend:
+        return block_mask(allowed)
     if "flash" in backend:
         return allowed[:, 0, -1]  # which columns there are, as the last query knows: an empty one sees its own slot
     raise DartLabError(f"attention backend {backend!r} cannot take a batch whose rows keep different numbers; use sdpa")

@@ -93,7 +93,7 @@ class FrontDropper(Dropper):
 
     def attended(self, kwargs: dict[str, Any], total: int) -> Tensor | None:
         """As for any pass; a ready-made mask for a shortened cache counts other columns: recall the padding."""
-        mask, layer = kwargs.get("attention_mask"), compat.cache_layer(compat.cache_of(kwargs), 0)
+        mask, layer = compat.opened(kwargs.get("attention_mask")), compat.cache_layer(compat.cache_of(kwargs), 0)
         if not isinstance(mask, Tensor) or mask.dim() != 4 or getattr(layer, "kept_columns", None) is None:
             return super().attended(kwargs, total)
         real = self._prompt_attended
@@ -234,7 +234,7 @@ class FrontDropper(Dropper):
             mask = torch.ones(batch, full.total, dtype=torch.int64, device=device)
         if isinstance(mask, Tensor) and mask.dim() == 2:
             mask = mask[:, : full.total].gather(1, columns.clamp(min=0)).masked_fill(columns == PAD, 0)
-        elif isinstance(mask, Tensor):
+        elif isinstance(compat.opened(mask), Tensor):
             mask = ragged.new_mask(
                 rows,
                 columns,

@@ -112,7 +112,7 @@ def _select(layer: Any, indices: Tensor) -> None:
 
 
 def short_mask(
-    mask: Tensor | None,
+    mask: Any,
     *,
     rows: Tensor | None,
     columns: Tensor,
@@ -124,13 +124,14 @@ def short_mask(
     width: int | None,
     backend: str,
     dtype: torch.dtype,
-) -> Tensor | None:
+) -> Any:
     """The attention mask of a layer whose queries are `rows` and whose keys are `columns` of the full one.
 
     Both axes are gathered, never cropped. None stays None where the shorter sequence is still plainly causal.
 
     Args:
-        mask: what the text model built for the full sequence: None, `(batch, keys)` or `(batch | 1, 1, queries, keys)`.
+        mask: what the text model built for the full sequence: None, `(batch, keys)`, `(batch | 1, 1, queries, keys)` or
+            a block mask, which is opened, shortened and made anew.
         rows: `(batch, m)` queries that stay, counted within this forward pass, -1 for empty slots; None: all stay.
         columns: `(batch, keys)` columns that the layer holds after this pass, -1 for empty slots.
         hollow: whether there are empty slots among `rows` or `columns`.
@@ -147,13 +148,14 @@ def short_mask(
         return None
     if mask is None or not ordered:
         return new_mask(rows, columns, ordered, past, attended, width, backend, dtype)
+    given, mask = mask, compat.opened(mask)
     if mask.dim() == 2:
         return torch.gather(mask, 1, columns.clamp(min=0)).masked_fill(empty, 0)
     if mask.dim() != 4:
         raise DartLabError(f"an attention mask with {mask.dim()} dimensions cannot be shortened; expected None, 2 or 4")
     keys = mask.shape[3]
-    mask = mask.expand(columns.shape[0], -1, -1, -1)
-    short = torch.gather(mask, 2, rows.clamp(min=0)[:, None, :, None].expand(-1, mask.shape[1], -1, keys))
+    full = mask.expand(columns.shape[0], -1, -1, -1)
+    short = torch.gather(full, 2, rows.clamp(min=0)[:, None, :, None].expand(-1, mask.shape[1], -1, keys))
     short = torch.gather(short, 3, columns.clamp(min=0)[:, None, None, :].expand(-1, mask.shape[1], rows.shape[1], -1))
     closed = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     open_ = True if mask.dtype == torch.bool else 0.0
@@ -161,7 +163,8 @@ def short_mask(
     if hollow:  # an empty query slot sees only itself, so that its softmax stays finite
         own = torch.full_like(short, closed).masked_fill(_own_slot(rows, columns), open_)
         short = torch.where((rows == PAD)[:, None, :, None], own, short)
-    return _widen(short, width, closed)
+    short = _widen(short, width, closed)
+    return short if mask is given else compat.block_mask(short)
 
 
 def new_mask(
@@ -173,7 +176,7 @@ def new_mask(
     width: int | None,
     backend: str,
     dtype: torch.dtype,
-) -> Tensor:
+) -> Any:
     """A causal mask of its own for `rows` against `columns`: real tokens only; an empty query slot sees itself."""
     if ordered:
         allowed = columns[:, None, :] <= (past + rows)[:, :, None]

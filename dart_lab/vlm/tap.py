@@ -25,15 +25,15 @@ class Captured:
     """What one attention call received.
 
     `query` is `(batch, heads, queries, head_dim)`, `key` and `value` `(batch, kv_heads, keys, head_dim)`, all after
-    rotary embedding and after the cache; `mask` is None, 2-D, or 4-D as the backend takes it; without one,
-    `causal` rows see the columns before them. `attend` runs the same kernel on the same queries and keys with other
-    values: `(batch, kv_heads, keys, head_dim)` → `(batch, queries, heads, head_dim)`.
+    rotary embedding and after the cache; `mask` is None, 2-D, 4-D or a block mask, as the backend takes it; without
+    one, `causal` rows see the columns before them. `attend` runs the same kernel on the same queries and keys with
+    other values: `(batch, kv_heads, keys, head_dim)` → `(batch, queries, heads, head_dim)`.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None
+    mask: Any
     scaling: float
     causal: bool = True
     attend: Callable[[Tensor], Tensor] | None = None
@@ -153,7 +153,7 @@ def attention_logits(captured: Captured, queries: Tensor) -> Tensor:
 
 def _blocked(captured: Captured, index: Tensor, past: int) -> Tensor:
     """What each row may not see: `(batch, 1, q, keys)`, bool (True = blocked) or float (to be added)."""
-    mask, keys = captured.mask, captured.key.shape[2]
+    mask, keys = compat.opened(captured.mask), captured.key.shape[2]
     if isinstance(mask, Tensor) and mask.dim() == 4:
         mask = mask.expand(index.shape[0], -1, -1, -1)
         if mask.shape[2] == 1:  # one row for all queries

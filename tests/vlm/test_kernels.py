@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from transformers import masking_utils
+from transformers.integrations.flex_attention import WrappedFlexAttention
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from dart_lab.probes.attention_mass import AttentionMass
-from dart_lab.pruners import DART, FastV, KeepAll, Pruner, UniformGrid
+from dart_lab.pruners import DART, FastV, KeepAll, Pruner, UniformGrid, VisionZip
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.recording import record
-from tests.vlm.common import ONE, THREE, Uneven, batch, compare_with_mask, small_llava
+from tests.vlm.common import NEVER, ONE, THREE, Uneven, batch, compare_with_mask, small_llava
 from tests.vlm.stepping import decode
 
 FLASH = "emulated_flash_attention"
 METHODS = (DART(keep=5), FastV(keep=4), UniformGrid(keep=0.25), Uneven())
+FLEX_METHODS = (DART(keep=5), FastV(keep=4), FastV(keep=4, rerank=True), Uneven())
 
 
 def flash(
@@ -104,6 +108,70 @@ def test_flash_masses_are_those_of_sdpa(pruner: Pruner | None) -> None:
     torch.testing.assert_close(*(torch.tensor(t["mass"].to_numpy()) for t in tables), atol=2e-6, rtol=0)
     sums = flash_table.groupby(names[:-1])["mass"].sum()
     assert (sums - 1).abs().max() <= 1e-6
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention without its compiler, which takes half a minute a shape on a CPU."""
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention)
+    monkeypatch.setattr(
+        masking_utils, "create_block_mask", lambda *args, _compile=False, **kwargs: create_block_mask(*args, **kwargs)
+    )
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
+@pytest.mark.parametrize("pruner", FLEX_METHODS, ids=lambda p: p.name)
+def test_flex_prunes_as_sdpa(pruner: Pruner, images: tuple[int, ...]) -> None:
+    ours, plain, inputs = small_llava(attention="flex_attention"), small_llava(), batch(images)
+    with prune(plain, pruner) as expected:
+        theirs = decode(plain, inputs, 3)
+    with prune(ours, pruner) as run:
+        steps = decode(ours, inputs, 3, forced=theirs.tokens)
+    assert [kept.tolist() for kept in run.kept] == [kept.tolist() for kept in expected.kept]
+    for one, other in zip(steps.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_drops_as_it_masks_and_keeping_all_changes_nothing() -> None:
+    model, inputs = small_llava(attention="flex_attention"), batch(THREE)
+    worst, _, _ = compare_with_mask(model, inputs, Uneven(), steps=3)
+    assert worst <= 1e-5
+    plain = decode(model, inputs, 3)
+    with prune(model, KeepAll()):
+        kept = decode(model, inputs, 3)
+    assert torch.equal(torch.stack(kept.logits), torch.stack(plain.logits))
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("cache", ["static", "dynamic"])
+@pytest.mark.parametrize("pruner", [DART(keep=5), VisionZip(keep=5)], ids=lambda p: p.name)
+def test_flex_generates_as_sdpa(pruner: Pruner, cache: str) -> None:
+    inputs = batch(THREE)
+    inputs.pop("position_ids")
+    options = {"max_new_tokens": 4, "do_sample": False, "suppress_tokens": NEVER, "disable_compile": True}
+    if cache == "static":
+        options["cache_implementation"] = "static"
+    tokens = []
+    for model in (small_llava(attention="flex_attention"), small_llava()):
+        with prune(model, pruner):
+            tokens.append(model.generate(**inputs, **options))
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_masses_are_those_of_sdpa() -> None:
+    tables = []
+    for model in (small_llava(attention="flex_attention"), small_llava()):
+        with record(model, AttentionMass()) as trace, prune(model, Uneven()):
+            decode(model, batch(THREE), 2)
+        tables.append(trace.table()["mass"].to_numpy())
+    torch.testing.assert_close(*(torch.tensor(table) for table in tables), atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
