@@ -13,8 +13,9 @@ from dart_lab.vlm.layout import TokenLayout, VisualTokens, groups
 
 
 def model_of(model: Any) -> Any:
-    """The Hugging Face model object: of a `VLM` its `.model`, anything else as it is."""
-    return model.model if hasattr(model, "processor") and hasattr(model, "model") else model
+    """The Hugging Face model object: of a `VLM` its `.model`, of what `torch.compile` returns the model inside."""
+    model = model.model if hasattr(model, "processor") and hasattr(model, "model") else model
+    return getattr(model, "_orig_mod", model)
 
 
 def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None = None) -> TokenLayout:
