@@ -111,6 +111,12 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def vision_towers(model: nn.Module) -> list[nn.Module]:
+    """The encoders of pictures and of videos, where these are two; the one encoder otherwise; none if there is none."""
+    found = [vision_tower(model), getattr(getattr(model, "model", model), "video_tower", None)]
+    return [tower for tower in found if isinstance(tower, nn.Module)]
+
+
 def vision_blocks(tower: nn.Module) -> nn.ModuleList:
     """The transformer blocks of an image encoder: its longest list of modules that own attention."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module)]

@@ -20,7 +20,8 @@ GROUPS = ("padding", "text before the image", "visual", "text after the image")
 class VisualTokens:
     """The visual tokens of one sample, one entry a token, in the order of the prompt.
 
-    `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0; `row`, `column` on
+    `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0 (a video is one
+    image, and `frame` counts its steps in time, each of which may show several frames of the file); `row`, `column` on
     the grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline" or "cls"; `box` `(n, 4)` pixels
     x0, y0, x1, y1 (NaN for tokens without a place). `patch`: number of the token's patch among those that the tower
     gives of its crop, -1 for a token that is none of them (a newline), -2 for one that is blended from several; None: a
@@ -71,11 +72,15 @@ class TokenLayout:
         return int(tokens.row[here].max()) + 1, int(tokens.column[here].max()) + 1
 
     def grid_index(self) -> np.ndarray:
-        """`(batch, n, 4)` int64: image, crop, row, column of every visual token, -1 after a shorter sample's end."""
+        """`(batch, n, 4)` int64: image, crop, row, column of every visual token, -1 after a shorter sample's end.
+
+        A frame of a video counts as a crop, so that budgets per crop are budgets per frame.
+        """
         width = max((len(tokens) for tokens in self.samples), default=0)
         out = np.full((len(self.samples), width, 4), -1, dtype=np.int64)
         for i, tokens in enumerate(self.samples):
-            out[i, : len(tokens)] = np.stack([tokens.image, tokens.crop, tokens.row, tokens.column], axis=1)
+            view = tokens.crop + tokens.frame
+            out[i, : len(tokens)] = np.stack([tokens.image, view, tokens.row, tokens.column], axis=1)
         return out
 
 

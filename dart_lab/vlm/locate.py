@@ -19,13 +19,13 @@ def model_of(model: Any) -> Any:
 
 
 def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None = None) -> TokenLayout:
-    """Group of every position; image, crop, row, column and pixel box of every visual token.
+    """Group of every position; image, frame, crop, row, column and pixel box of every visual token.
 
     Args:
         model: a supported Hugging Face model object, or a `VLM`.
         inputs: what the processor returned; `input_ids` `(batch, sequence)` and, if padded, `attention_mask`.
-        images: the original pictures in the order of the prompts (anything with `.size`), to get boxes in their pixels;
-            without them boxes are in pixels of the model's own view.
+        images: the original pictures and videos in the order of the prompts (anything with `.size`), to get boxes in
+            their pixels; without them boxes are in pixels of the model's own view.
 
     Raises:
         DartLabError: an unsupported model, or a prompt that was cut inside an image.

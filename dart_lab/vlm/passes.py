@@ -16,6 +16,7 @@ from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
+from dart_lab.vlm.families.base import video_token
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
 from dart_lab.vlm.role_signals import RoleSignals
 from dart_lab.vlm.run import Sample
@@ -118,6 +119,7 @@ class PassWatcher:
         self._inputs: dict[str, Any] = {}
         self._prompt_inputs: dict[str, Any] = {}
         self._pixels: Tensor | None = None
+        self._pixels_whole = True
         self._expand = 1
         self._shown = 0
         self._undo: list[Callable[[], None]] = []
@@ -128,8 +130,7 @@ class PassWatcher:
             if isinstance(module, nn.Module) and module is not self.text:
                 self._hook(module.register_forward_pre_hook(self._note_ids, with_kwargs=True))
         self._hook(self.text.register_forward_pre_hook(self._begin, with_kwargs=True))
-        tower = compat.vision_tower(self.model)
-        if tower is not None:
+        for tower in compat.vision_towers(self.model):
             self._hook(tower.register_forward_pre_hook(self._note_pixels, with_kwargs=True))
         self._watch_generate()
 
@@ -152,6 +153,7 @@ class PassWatcher:
             self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
 
         def note_inputs(*args: Any, **kwargs: Any) -> None:
+            self._pixels_whole = True
             named = next((x for x in (*args, *kwargs.values()) if isinstance(x, dict)), {})
             self._prompt_inputs = {  # releases that encode pictures ahead of the prompt keep grids from `forward`
                 name: x for name, x in named.items() if isinstance(x, Tensor) and not x.is_floating_point()
@@ -182,6 +184,8 @@ class PassWatcher:
             given = {name: x for name, x in kwargs.items() if x is not None}
             # inputs of `generate` come once a sample, those of `forward` once a beam
             self._inputs = given | self._prompt_inputs if self._expand > 1 else self._prompt_inputs | given
+            if any(name.startswith("pixel_values") for name in given):  # they are about to be encoded
+                self._pixels_whole = True
         if module is self.model and self._ids is not None and self._ids.shape[1] > 1:
             self._check_whole(self._ids, self._inputs)
 
@@ -193,18 +197,23 @@ class PassWatcher:
             return
         first = 0
         ids = ids[:: self._expand]
+        inputs = {**inputs, "input_ids": ids}
         visual = self.family.visual_mask(self.model, ids).cpu().numpy()
         for own, row in zip(ids.cpu().numpy(), visual, strict=True):
             first += self.family.tokens(self.model, own, np.flatnonzero(row), inputs, first, None)[1]
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._pixels = next(
-            (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None
-        )
+        """Keep what the tower encodes; of a prompt's pictures and videos, which come one after the other, all of it."""
+        new = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        known = None if self._pixels_whole else self._pixels
+        joins = new is not None and known is not None and new.shape[1:] == known.shape[1:]
+        self._pixels = torch.cat([known, new]) if joins and known is not None and new is not None else new
+        self._pixels_whole = False
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids, self._ids = self._ids, None
         given, self._inputs = self._inputs, {}
+        self._pixels_whole = True
         embeds = kwargs.get("inputs_embeds")
         if ids is None:
             ids = kwargs.get("input_ids", args[0] if args else None)
@@ -306,6 +315,7 @@ class PassWatcher:
             )
         attended = np.ones_like(visual) if now.attended is None else now.attended[:, now.past :].cpu().numpy()
         samples: list[Sample] = []
+        kwargs = kwargs if ids is None else {**kwargs, "input_ids": ids[:: now.expand]}
         image = 0
         for row in range(0, len(visual), now.expand):
             position = np.flatnonzero(visual[row])
@@ -332,8 +342,20 @@ class PassWatcher:
         if not each or len(each) != images or rows % sum(each):
             return []
         repeat = rows // sum(each)  # beams encode a picture once each
-        starts = (np.cumsum(each) - each) * repeat
+        own, starts = np.array(each), np.empty(images, dtype=np.int64)
+        order = np.argsort(self._are_videos(samples), kind="stable")  # all pictures are encoded first, then all videos
+        starts[order] = (np.cumsum(own[order]) - own[order]) * repeat
         return [range(int(start), int(start) + one) for start, one in zip(starts, each, strict=True)]
+
+    def _are_videos(self, samples: Sequence[Sample]) -> list[bool]:
+        """For each picture of these samples whether it is a video, as its first placeholder says."""
+        video = video_token(getattr(self.model, "config", None))
+        found: list[bool] = []
+        for sample in samples:
+            _, first = np.unique(sample.tokens.image, return_index=True)
+            ids, places = sample.token_ids, sample.tokens.position[first]
+            found += [ids is not None and video is not None and int(ids[place]) == video for place in places]
+        return found
 
     def _note_views(self, samples: Sequence[Sample], rows: Sequence[range]) -> None:
         """Keep the first few pictures as the model saw them, for a look at what was kept."""

@@ -50,10 +50,10 @@ class Family(Protocol):
             model: the model.
             ids: `(sequence,)` the sample's token ids.
             position: `(n,)` positions of the sample's visual tokens in the sequence.
-            inputs: what the processor returned for the batch (grids, image sizes …).
-            first_image: number of the sample's first image within the batch.
-            sizes: (width, height) of every original picture of the batch; None: boxes are in pixels of the model's
-                view.
+            inputs: what the processor returned for the batch (grids, image sizes …), with `input_ids` of all prompts.
+            first_image: number of the sample's first image within the batch; a video counts as one image.
+            sizes: (width, height) of every original picture and video, in the order of the prompts; None: boxes
+                are in pixels of the model's view.
 
         Returns:
             the tokens, and how many images they come from.
@@ -76,6 +76,12 @@ class Family(Protocol):
 def image_token(config: Any) -> int:
     """The id of the image placeholder, under its newer or older name."""
     return int(getattr(config, "image_token_id", None) or config.image_token_index)
+
+
+def video_token(config: Any) -> int | None:
+    """The id of the video placeholder, under its newer or older name; None for a model that has none."""
+    token = getattr(config, "video_token_id", None)
+    return getattr(config, "video_token_index", None) if token is None else int(token)
 
 
 def fill_pictures(

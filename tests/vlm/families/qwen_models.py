@@ -12,15 +12,17 @@ from PIL import Image
 from torch import Tensor
 
 IMAGE, VIDEO, START, END, WORDS = 5, 6, 7, 8, 60
+INPUTS = {IMAGE: ("pixel_values", "image_grid_thw"), VIDEO: ("pixel_values_videos", "video_grid_thw")}
 CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
 PATCH, HIDDEN, HEADS = 4, 32, 2
-Grid = tuple[int, int]
+Grid = tuple[int, int] | tuple[int, int, int]
+STEP = 2  # frames of a video that the tower merges
 
 
 def qwen_model(kind: str, *, attention: str = "sdpa", layers: int = 4) -> Any:
     """Weights large enough that attention is not uniform."""
     vision: dict[str, Any] = {
-        "depth": 2, "patch_size": PATCH, "num_heads": HEADS, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "depth": 2, "patch_size": PATCH, "num_heads": HEADS, "spatial_merge_size": 2, "temporal_patch_size": STEP,
         "initializer_range": 0.2,
     }
     if kind == "qwen2_vl":
@@ -51,36 +53,64 @@ def qwen_model(kind: str, *, attention: str = "sdpa", layers: int = 4) -> Any:
     return model.eval()
 
 
-def qwen_batch(prompts: Sequence[Sequence[Grid]]) -> dict[str, Tensor]:
-    """One prompt an entry, with pictures of these (rows, columns) of visual tokens; left-padded."""
-    rows, grids, pixels = [], [], []
+def qwen_batch(prompts: Sequence[Sequence[Grid]], *, timed: bool = False) -> dict[str, Tensor]:
+    """One prompt an entry, with pictures of (rows, columns) of visual tokens or videos of (steps, rows, columns).
+
+    Left-padded. `timed`: every step of a video has its own tags and words in front, as in Qwen3-VL.
+    """
+    rows: list[list[int]] = []
+    grids: dict[int, list[list[int]]] = {IMAGE: [], VIDEO: []}
+    pixels: dict[int, list[Tensor]] = {IMAGE: [], VIDEO: []}
     for number, pictures in enumerate(prompts):
         draw = torch.Generator().manual_seed(10 * number + len(pictures))
         row = [1, *words(draw, 2 + number)]
-        for height, width in pictures:
-            row += [START, *[IMAGE] * (height * width), END, *words(draw, 2)]
-            grids.append([1, 2 * height, 2 * width])
-            pixels.append(torch.randn(4 * height * width, 3 * 2 * PATCH * PATCH, generator=draw))
+        for picture in pictures:
+            kind = VIDEO if len(picture) > 2 else IMAGE
+            steps, height, width = (1, *picture)[-3:]
+            parts = steps if timed else 1
+            for _ in range(parts):
+                times = words(draw, 2) if timed and kind == VIDEO else []
+                row += [*times, START, *[kind] * (steps * height * width // parts), END]
+            row += words(draw, 2)
+            grids[kind].append([steps, 2 * height, 2 * width])
+            pixels[kind].append(torch.randn(4 * steps * height * width, 3 * STEP * PATCH * PATCH, generator=draw))
         rows.append(row + words(draw, 3))
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    inputs = {
-        "input_ids": ids, "attention_mask": mask, "pixel_values": torch.cat(pixels),
-        "image_grid_thw": torch.tensor(grids),
-    }
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    for kind, (values, grid) in INPUTS.items():
+        if grids[kind]:
+            inputs |= {values: torch.cat(pixels[kind]), grid: torch.tensor(grids[kind])}
     taken = inspect.signature(transformers.Qwen2VLForConditionalGeneration.forward).parameters
-    return {**inputs, "mm_token_type_ids": (ids == IMAGE).long()} if "mm_token_type_ids" in taken else inputs
+    if "mm_token_type_ids" in taken:
+        inputs["mm_token_type_ids"] = (ids == IMAGE).long() + 2 * (ids == VIDEO)
+    return inputs
 
 
 def one_picture(image: Image.Image) -> dict[str, Tensor]:
     """A prompt about one picture, as the real image processor makes it."""
-    processor = transformers.Qwen2VLImageProcessor(
-        patch_size=PATCH, merge_size=2, temporal_patch_size=2, min_pixels=(4 * PATCH) ** 2, max_pixels=(32 * PATCH) ** 2
-    )
-    made = processor([image], return_tensors="pt", input_data_format="channels_last")
+    made = _processed(image)
     _, height, width = made["image_grid_thw"][0].tolist()
     return {**qwen_batch([[(height // 2, width // 2)]]), "pixel_values": made["pixel_values"]}
+
+
+def one_video(frames: Sequence[Image.Image], *, timed: bool = False) -> dict[str, Tensor]:
+    """A prompt about one video: its frames as the real image processor makes them, `STEP` of them to a step."""
+    made = [_processed(frame) for frame in frames]
+    _, height, width = made[0]["image_grid_thw"][0].tolist()
+    patches = torch.stack([each["pixel_values"].view(-1, 3, STEP, PATCH, PATCH)[:, :, 0] for each in made])
+    steps = patches.unflatten(0, (-1, STEP)).permute(0, 2, 3, 1, 4, 5)
+    prompt = qwen_batch([[(len(steps), height // 2, width // 2)]], timed=timed)
+    return {**prompt, "pixel_values_videos": steps.flatten(0, 1).flatten(1)}
+
+
+def _processed(image: Image.Image) -> dict[str, Tensor]:
+    processor = transformers.Qwen2VLImageProcessor(
+        patch_size=PATCH, merge_size=2, temporal_patch_size=STEP, min_pixels=(4 * PATCH) ** 2,
+        max_pixels=(32 * PATCH) ** 2,
+    )
+    return dict(processor([image], return_tensors="pt", input_data_format="channels_last"))
 
 
 def words(draw: torch.Generator, count: int) -> list[int]:

@@ -16,7 +16,7 @@ from dart_lab.pruners.fitting import BUDGETLESS, Depth, fit
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.locate import layout
 from dart_lab.vlm.masking import mask_drop
-from tests.vlm.families.zoo import FAMILIES, Zoo
+from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
 
 STEPS = 8
 METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
@@ -34,7 +34,7 @@ def answer(kind: Zoo, model: Any, inputs: dict[str, Tensor], **options: Any) -> 
 @pytest.mark.parametrize("pruner", METHODS, ids=lambda p: p.name)
 @pytest.mark.parametrize("prompts", ["one", "padded"])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_dropping_equals_masking(kind: Zoo, backend: str, prompts: str, pruner: Pruner) -> None:
     model, inputs = kind.model(backend), kind.batch(prompts)
     with prune(model, pruner) as run:
@@ -50,7 +50,7 @@ def test_dropping_equals_masking(kind: Zoo, backend: str, prompts: str, pruner: 
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_keeping_all_is_bit_identical(kind: Zoo, backend: str) -> None:
     model, inputs = kind.model(backend), kind.batch("padded")
     tokens, logits = answer(kind, model, inputs)
@@ -60,7 +60,7 @@ def test_keeping_all_is_bit_identical(kind: Zoo, backend: str) -> None:
 
 
 @pytest.mark.parametrize("pruner", METHODS, ids=lambda p: p.name)
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_a_row_of_a_batch_answers_as_alone(kind: Zoo, pruner: Pruner) -> None:
     model = kind.model("sdpa")
     with prune(model, pruner) as together:
@@ -73,7 +73,7 @@ def test_a_row_of_a_batch_answers_as_alone(kind: Zoo, pruner: Pruner) -> None:
         torch.testing.assert_close(logits[:, row], own_logits[:, 0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_greedy_decoding_equals_a_recompute_without_cache(kind: Zoo) -> None:
     model, inputs = kind.model("sdpa"), kind.batch("padded")
     with prune(model, DART(keep=5)):
@@ -84,7 +84,7 @@ def test_greedy_decoding_equals_a_recompute_without_cache(kind: Zoo) -> None:
     torch.testing.assert_close(logits, recomputed, atol=2e-5, rtol=0)  # other matrix shapes round otherwise
 
 
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
     """The score of the best beam is the mean log-probability of its tokens, computed again in one pruned pass."""
     model, inputs = kind.model("sdpa"), kind.batch("one")
@@ -106,7 +106,7 @@ def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
     torch.testing.assert_close(out.sequences_scores, chosen.mean(dim=1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_random_draws_by_the_pictures_too(kind: Zoo) -> None:
     """The same words about other pictures are another sample, and so another draw."""
     model, inputs = kind.model("sdpa"), kind.batch("one")

@@ -16,10 +16,11 @@ from dart_lab.vlm.families import family_of
 from dart_lab.vlm.layout import PATCH, VisualTokens
 from dart_lab.vlm.locate import layout
 from tests.vlm.families.anyres_models import picture
-from tests.vlm.families.zoo import FAMILIES, Zoo
+from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
 
 SIZES = [(1, 1), (3, 60), (60, 3), (120, 6), (32, 32), (33, 32), (48, 16), (30, 20), (97, 61), (200, 150)]
 PROBES = 14
+FRAMES = 4
 INNER = 0.4  # share of a box that is painted, in its middle
 SUPPORT = 3  # pixels over which resizing spreads what is painted, on the smaller of the two scales
 
@@ -94,3 +95,30 @@ def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size
         assert moved[must].all(), (token, sample.box[token], painted)
         allowed = near(sample, painted, kind, size)
         assert not moved[~allowed].any(), (token, np.flatnonzero(moved & ~allowed))
+
+
+@pytest.mark.parametrize("size", [(30, 20), (48, 16), (17, 40)], ids=str)
+@pytest.mark.parametrize("kind", VIDEOS, ids=str)
+def test_painting_in_a_frame_moves_the_tokens_of_that_frame_alone(kind: Zoo, size: tuple[int, int]) -> None:
+    assert kind.one_video is not None
+    model = without_mixing(kind.model("sdpa"))
+    frames = [picture(size, seed=frame) for frame in range(FRAMES)]
+    inputs = kind.one_video(frames)
+    sample = layout(model, inputs, images=[frames[0]]).samples[0]
+    before = embeddings(kind, model, inputs)
+    assert len(before) == len(sample) and set(sample.frame) == set(range(FRAMES // kind.frames_a_step))
+    assert not sample.image.any() and not sample.crop.any()
+    patches = np.flatnonzero(sample.kind == PATCH)
+    for token in np.random.default_rng(0).choice(patches, min(PROBES, len(patches)), replace=False):
+        painted = middle(sample.box[token], size)
+        for frame in range(FRAMES):
+            pixels = np.asarray(frames[frame]).copy()
+            region = pixels[painted[1] : painted[3], painted[0] : painted[2]]
+            region[:] = np.where(region.mean() < 128, 255, 0)
+            changed = [*frames[:frame], Image.fromarray(pixels), *frames[frame + 1 :]]
+            moved = (embeddings(kind, model, kind.one_video(changed)) != before).any(dim=1).numpy()
+            here = sample.frame == frame // kind.frames_a_step
+            if here[token]:
+                assert moved[token], (token, frame)
+            allowed = near(sample, painted, kind, size) & here
+            assert not moved[~allowed].any(), (token, frame, np.flatnonzero(moved & ~allowed))

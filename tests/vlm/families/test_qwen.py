@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -76,8 +77,32 @@ def test_what_cannot_be_right_is_refused() -> None:
     model = qwen_model("qwen2_vl")
     with pytest.raises(DartLabError, match="cuts an image"):
         layout(model, {**inputs, "input_ids": inputs["input_ids"][:, :12]})
-    with pytest.raises(DartLabError, match="video"):
+    with pytest.raises(DartLabError, match="videos but no video_grid_thw"):
         layout(model, {"input_ids": torch.tensor([[1, VIDEO]])})
+    video = qwen_batch((((2, 2, 3), (2, 3)),))
+    with pytest.raises(DartLabError, match="cuts an image"):
+        layout(model, {**video, "input_ids": video["input_ids"][:, :12]})
+
+
+@pytest.mark.parametrize("timed", [False, True], ids=["whole", "timed"])
+def test_layout_of_videos_between_pictures(timed: bool) -> None:
+    """Pictures and videos keep the order of the prompt, which their grids do not say."""
+    model = qwen_model("qwen3_vl" if timed else "qwen2_vl")
+    inputs = qwen_batch([((2, 2, 3), (2, 3)), ((3, 2), (3, 2, 2), (4, 2))], timed=timed)
+    first, second = layout(model, inputs).samples
+    for sample, want in ((first, [(0, 2, 2, 3), (1, 1, 2, 3)]), (second, [(0, 1, 3, 2), (1, 3, 2, 2), (2, 1, 4, 2)])):
+        at = 0
+        for image, steps, rows, columns in want:
+            n = steps * rows * columns
+            here = slice(at, at + n)
+            cells = [(image, t, r, c) for t in range(steps) for r in range(rows) for c in range(columns)]
+            found = np.stack([sample.image, sample.frame, sample.row, sample.column], axis=1)[here]
+            assert found.tolist() == [list(cell) for cell in cells]
+            at += n
+        assert at == len(sample)
+    video = [*(first.image == 0), *(second.image == 1)]
+    ids = [inputs["input_ids"][row, sample.position] for row, sample in enumerate((first, second))]
+    assert [token == VIDEO for token in torch.cat(ids).tolist()] == video
 
 
 EARLY = [FastV(keep=5, layer=1), Schedule({1: FastV(keep=9), 2: DART(keep=4)})]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,7 @@ class Zoo:
 
     `prompts`: name → the pictures of each prompt of a batch, in whatever form `build_batch` takes. `one_picture`: a
     prompt about a picture, through the real image processor. `resampled`: features may be shrunk behind the tower.
+    `one_video`: a prompt about a video of these frames, of which the model merges `frames_a_step` into one step.
     `through`: pixels of the longer side to which a picture is resized before its tiles are cut, if it is.
     """
 
@@ -37,6 +38,8 @@ class Zoo:
     through: int = 0
     pixels: str = "pixel_values"
     per_picture: Callable[[Any, Batch, int], Batch] | None = field(default=None)
+    one_video: Callable[[Sequence[Image.Image]], Batch] | None = field(default=None)
+    frames_a_step: int = 1
 
     def __str__(self) -> str:
         return self.name
@@ -64,22 +67,38 @@ class Zoo:
 
 @cache
 def _model(name: str, attention: str) -> Any:
-    return next(kind for kind in (*FAMILIES, SMOLVLM) if kind.name == name).build(attention)
+    return next(kind for kind in (*FAMILIES, *VIDEOS, SMOLVLM) if kind.name == name).build(attention)
 
 
 def _qwen(name: str) -> Zoo:
-    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
-        first = sum(len(prompt) for prompt in prompts[:row])
-        grids = together["image_grid_thw"]
-        own = grids[first : first + len(prompts[row])]
-        start, size = int(grids[:first].prod(dim=1).sum()), int(own.prod(dim=1).sum())
-        return {"image_grid_thw": own, "pixel_values": together["pixel_values"][start : start + size]}
-
     prompts = {"one": (((4, 6),),), "padded": (((4, 6),), ((3, 2), (5, 4)))}
     return Zoo(
         name, lambda attention: qwen_models.qwen_model(name, attention=attention), qwen_models.qwen_batch, prompts,
         (qwen_models.IMAGE, qwen_models.VIDEO), qwen_models.one_picture,
-        2 * qwen_models.PATCH, per_picture=pictures,
+        2 * qwen_models.PATCH, per_picture=_qwen_pictures,
+    )  # fmt: skip
+
+
+def _qwen_pictures(prompts: Any, together: Batch, row: int) -> Batch:
+    """The pictures and videos of one prompt of a batch."""
+    out = {}
+    for kind, (values, grid) in qwen_models.INPUTS.items():
+        counts = [sum((len(picture) > 2) == (kind == qwen_models.VIDEO) for picture in prompt) for prompt in prompts]
+        first, grids = sum(counts[:row]), together.get(grid)
+        if counts[row] and grids is not None:
+            own = grids[first : first + counts[row]]
+            start, size = int(grids[:first].prod(dim=1).sum()), int(own.prod(dim=1).sum())
+            out |= {grid: own, values: together[values][start : start + size]}
+    return out
+
+
+def _qwen_video(name: str) -> Zoo:
+    timed = name == "qwen3_vl"
+    prompts = {"one": (((3, 2, 3),),), "padded": (((2, 2, 3), (2, 3)), ((3, 2), (2, 3, 2), (4, 2)))}
+    return replace(
+        _qwen(name), name=f"{name} video", build_batch=lambda sizes: qwen_models.qwen_batch(sizes, timed=timed),
+        prompts=prompts, pixels="pixel_values_videos", frames_a_step=qwen_models.STEP,
+        one_video=lambda frames: qwen_models.one_video(frames, timed=timed),
     )  # fmt: skip
 
 
@@ -125,4 +144,5 @@ FAMILIES = [
     *(_qwen(name) for name in qwen_models.CLASSES),
     *(_tiles(name) for name in ("internvl", "idefics3")),
 ]
+VIDEOS = [_qwen_video(name) for name in qwen_models.CLASSES]  # with pictures between them
 SMOLVLM = _tiles("smolvlm")  # Idefics3 under another name: not every test over again
