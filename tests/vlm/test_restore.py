@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import pytest
@@ -12,16 +13,19 @@ import torch
 from torch import nn
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners import DART, FastV, Random, UniformGrid
+from dart_lab.probes.attention_mass import AttentionMass
+from dart_lab.pruners import DART, FastV, Random, UniformGrid, VisionZip
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.passes import Pass
+from dart_lab.vlm.recording import record
 from dart_lab.vlm.select import select
 from dart_lab.vlm.tap import Captured, Tap
 from tests.vlm.common import ONE, THREE, Uneven, batch, small_llava
 from tests.vlm.stepping import decode
 from tests.vlm.test_generate import generate, prompts
 
+CYCLES = 1000
 HOOKS = [name for name in vars(nn.Module()) if "hook" in name]
 
 
@@ -214,21 +218,66 @@ def living() -> tuple[int, int]:
     return sum(type(o) in (Pass, Captured) for o in objects), sum(type(o) is torch.Tensor for o in objects)
 
 
-def test_two_hundred_blocks_with_random_exceptions_leak_nothing(model: Any) -> None:
+def blocks(model: Any, dice: random.Random) -> list[AbstractContextManager[Any]]:
+    """One to three blocks to nest: methods, broken ones too, and probes, in any order."""
+    pruners = [
+        DART(keep=5, layer=1), FastV(keep=5, layer=1, rerank=True), Uneven(layer=1), VisionZip(keep=5),
+        BrokenRandom(keep=3, layer=1),
+    ]  # fmt: skip
+    makers = [lambda: prune(model, dice.choice(pruners)), lambda: record(model, AttentionMass(layers=[1]))]
+    return [dice.choice(makers)() for _ in range(dice.randint(1, 3))]
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was pruned")  # an outer block that the inner one stood in for
+def test_a_thousand_blocks_with_random_exceptions_leak_nothing() -> None:
+    """Blocks nested in any order; the fault comes from the method, from within the block, or not at all."""
+    model = small_llava(layers=2, hidden=8, vision_layers=1, heads=2)
     dice, inputs = random.Random(0), batch(ONE)
+    with torch.no_grad():
+        model(**inputs)
     before, tensors = snapshot(model), weights(model)
-    counts = []
-    for cycle in range(200):
-        pruner = dice.choice([DART(keep=5), FastV(keep=5, rerank=True), Uneven(layer=1), BrokenRandom(keep=3)])
+    counts, faults = [], 0
+    for cycle in range(CYCLES):
         try:
-            with prune(model, pruner), torch.no_grad():
+            with ExitStack() as stack, torch.no_grad():
+                for block in blocks(model, dice):
+                    stack.enter_context(block)
                 model(**inputs, use_cache=dice.random() < 0.5)
                 if dice.random() < 0.3:
                     raise Boom
         except Boom:
-            pass
-        if cycle in (99, 199):
+            faults += 1
+        if cycle + 1 in (CYCLES // 2, CYCLES):
             counts.append(living())
+    assert CYCLES // 4 < faults < CYCLES * 3 // 4
     assert counts[0] == counts[1]
     assert counts[1][0] == 0
+    assert_as_before(model, before, tensors)
+
+
+def pruning(model: Any) -> AbstractContextManager[Any]:
+    return prune(model, DART(keep=5))
+
+
+def recording(model: Any) -> AbstractContextManager[Any]:
+    return record(model, AttentionMass())
+
+
+@pytest.mark.filterwarnings("ignore:.*nothing was pruned")
+@pytest.mark.parametrize("inner", [pruning, recording], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("outer", [pruning, recording], ids=lambda f: f.__name__)
+def test_nested_blocks_leave_no_trace_on_each_other(model: Any, outer: Any, inner: Any) -> None:
+    """What each block notes is what it notes with the other one ended, and the model is as it was."""
+    inputs = batch(THREE)
+    before, tensors = snapshot(model), weights(model)
+    with torch.no_grad():
+        plain = model(**inputs).logits
+        with outer(model) as alone:
+            expected = model(**inputs).logits
+        with outer(model) as noted:
+            with inner(model):
+                pass
+            assert torch.equal(model(**inputs).logits, expected)
+        assert torch.equal(model(**inputs).logits, plain)
+    assert noted.table().equals(alone.table())
     assert_as_before(model, before, tensors)
