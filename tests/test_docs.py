@@ -4,16 +4,33 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from dart_lab.errors import DartLabError
 from dart_lab.studies.plan import read_study
+from dart_lab.vlm.families import use_family
 
 DOCS = Path(__file__).parents[1] / "docs"
 
 
 def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+def test_the_new_family_works_step_by_step(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks("new_family.md", "python"):
+        exec(compile(block, "docs/new_family.md", "exec", dont_inherit=True), names)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("[5] [[") and second == "right"
+
+
+def test_an_adapter_that_lacks_an_answer_is_refused() -> None:
+    with pytest.raises(DartLabError, match="no tokens, pixel_rows, regions; see docs/new_family"):
+        use_family(SimpleNamespace(), SimpleNamespace(name="", model_types=(), prompt="", whole=0, visual_mask=None))
 
 
 def test_the_study_file_is_one(tmp_path: Path) -> None:
