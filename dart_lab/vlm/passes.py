@@ -16,7 +16,7 @@ from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
-from dart_lab.vlm.families.base import video_token
+from dart_lab.vlm.families.videos import VIDEO_PIXELS, video_token
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
 from dart_lab.vlm.role_signals import RoleSignals
 from dart_lab.vlm.run import Sample
@@ -158,6 +158,8 @@ class PassWatcher:
             self._prompt_inputs = {  # releases that encode pictures ahead of the prompt keep grids from `forward`
                 name: x for name, x in named.items() if isinstance(x, Tensor) and not x.is_floating_point()
             }
+            if isinstance(named.get(VIDEO_PIXELS), Tensor):  # of which the shape alone is looked at
+                self._prompt_inputs[VIDEO_PIXELS] = named[VIDEO_PIXELS].to("meta")
 
         self._precede("_prepare_model_inputs", note_inputs)
         self._precede("_expand_inputs_for_generation", note)

@@ -50,6 +50,11 @@ class VisionReducer:
         tower = compat.vision_tower(model)
         if tower is None:
             raise DartLabError(f"{type(model).__name__} has no vision tower; reduce inside the language model instead")
+        if len(compat.vision_towers(model)) > 1:
+            raise DartLabError(
+                f"{type(model).__name__} has one vision tower for pictures and one for videos, which are not reduced "
+                "apart; use a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
+            )
         self.tower, self.projector, self.blocks = tower, compat.projector(model), compat.vision_blocks(tower)
         self.parts, self._decide, self._regions = list(parts), decide, regions
         self._early = any(part.stage.kind != "PROJECTED" for part in parts)

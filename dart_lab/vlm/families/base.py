@@ -78,12 +78,6 @@ def image_token(config: Any) -> int:
     return int(getattr(config, "image_token_id", None) or config.image_token_index)
 
 
-def video_token(config: Any) -> int | None:
-    """The id of the video placeholder, under its newer or older name; None for a model that has none."""
-    token = getattr(config, "video_token_id", None)
-    return getattr(config, "video_token_index", None) if token is None else int(token)
-
-
 def fill_pictures(
     position: np.ndarray, pictures: Iterable[VisualTokens], source: str
 ) -> tuple[VisualTokens, int]:

@@ -53,7 +53,7 @@ class Llava:
             here = position[image * per_image : (image + 1) * per_image]
             row, column, box = raster(side, side, vision.image_size, vision.image_size)
             if sizes is not None:
-                box = _to_original(box, vision.image_size, sizes[first_image + image])
+                box = uncropped(box, vision.image_size, sizes[first_image + image])
             kind = np.full(side * side, PATCH)
             if has_cls:
                 row, column = np.append(-1, row), np.append(-1, column)
@@ -80,7 +80,7 @@ class Llava:
         return None
 
 
-def _to_original(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:
+def uncropped(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:
     """Undo CLIP's resize of the shortest side and centre crop: pixels of the view → pixels of the picture."""
     short = min(size)
     offset = np.array([(size[0] - short) / 2, (size[1] - short) / 2] * 2)

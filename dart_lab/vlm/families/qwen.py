@@ -13,6 +13,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import fill_pictures
 from dart_lab.vlm.families.order import prompt_order
+from dart_lab.vlm.families.videos import visual_of_both
 from dart_lab.vlm.layout import PATCH, VisualTokens, raster, unknown_place
 
 _IMAGE_GRIDS, _VIDEO_GRIDS = "image_grid_thw", "video_grid_thw"
@@ -33,7 +34,7 @@ class Qwen:
     whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:
-        return (input_ids == model.config.image_token_id) | (input_ids == model.config.video_token_id)
+        return visual_of_both(model.config, input_ids)
 
     def tokens(
         self,

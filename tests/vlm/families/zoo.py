@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from tests.vlm.families import anyres_models, qwen_models, tile_models
+from tests.vlm.families import anyres_models, qwen_models, tile_models, video_llava_models
 
 Batch = dict[str, Tensor]
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -139,10 +139,30 @@ def _tiles(name: str) -> Zoo:
     )  # fmt: skip
 
 
+def _video_llava() -> Zoo:
+    picture, film = video_llava_models.PICTURE, video_llava_models.FILM
+
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        out = {}
+        for kind, key in ((picture, "pixel_values_images"), (film, "pixel_values_videos")):
+            counts = [prompt.count(kind) for prompt in prompts]
+            first = sum(counts[:row])
+            out |= {key: together[key][first : first + counts[row]]} if counts[row] else {}
+        return out
+
+    return Zoo(
+        "video_llava", lambda attention: video_llava_models.video_llava_model(attention=attention),
+        video_llava_models.video_llava_batch,
+        {"one": ((film,),), "padded": ((film, picture), (picture, film, picture))},
+        (video_llava_models.IMAGE, video_llava_models.VIDEO), video_llava_models.one_picture, video_llava_models.PATCH,
+        pixels="pixel_values_videos", per_picture=pictures, one_video=video_llava_models.one_video,
+    )  # fmt: skip
+
+
 FAMILIES = [
     *(_anyres(name) for name in anyres_models.CLASSES),
     *(_qwen(name) for name in qwen_models.CLASSES),
     *(_tiles(name) for name in ("internvl", "idefics3")),
 ]
-VIDEOS = [_qwen_video(name) for name in qwen_models.CLASSES]  # with pictures between them
+VIDEOS = [*(_qwen_video(name) for name in qwen_models.CLASSES), _video_llava()]  # with pictures between them
 SMOLVLM = _tiles("smolvlm")  # Idefics3 under another name: not every test over again
