@@ -42,8 +42,8 @@ def packing(tokens: VisualTokens, pictures: Sequence[range], per_crop: int, devi
         return Packing(rows, identity, identity[:0], len(identity))
     if (tokens.patch == BLENDED).any():
         raise DartLabError(
-            "the model shrinks this picture behind the projector, so that its tokens are blends of patches; reduce "
-            "with a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
+            "the model shrinks this picture or video behind the projector, so that its tokens are blends of patches; "
+            "reduce with a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
         )
     first = np.cumsum([0, *(len(picture) for picture in pictures)])
     own = tokens.patch != NO_PATCH

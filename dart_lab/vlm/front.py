@@ -202,7 +202,9 @@ class FrontDropper(Dropper):
         rows = full.picture_rows
         if len(rows) != pictures or (rows and len(crops.keep) % sum(map(len, rows))):
             raise DartLabError(
-                f"{len(crops.keep)} encoded pictures do not belong to the {pictures} pictures of the prompts"
+                f"{len(crops.keep)} encoded pictures do not belong to the {pictures} pictures of the prompts "
+                "(pictures and videos together are encoded in two parts); use a method that acts before or inside the "
+                "language model (stage LLM_IN or a decoder layer)"
             )
         packings: list[Packing] = []
         first = 0

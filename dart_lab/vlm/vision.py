@@ -199,7 +199,7 @@ class VisionReducer:
     def _views(self, crops: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
         """Picture `(crops,)` and region `(crops, 4)` of every crop; None where each is a whole picture."""
         known = self._regions()
-        if known is None:
+        if known is None or crops % max(sum(map(len, known)), 1):  # a video, whose frames are whole pictures
             return None, None
         repeat = crops // max(sum(map(len, known)), 1)  # beams encode a picture once each
         regions = [own for own in known for _ in range(repeat)]

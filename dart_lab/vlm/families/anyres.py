@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -17,18 +17,24 @@ import torch
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import fill_pictures, image_token
+from dart_lab.vlm.families.order import prompt_order
+from dart_lab.vlm.families.videos import VIDEO_PIXELS, video_frames, video_token, visual_of_both
 from dart_lab.vlm.layout import BLENDED, NEWLINE, NO_PATCH, PATCH, VisualTokens, raster, unknown_place
 
 _X, _Y, _NEWLINE = range(3)  # channels that go through the packing: centre of a patch in patches, and a mark
+_POOLED = 2  # patches a side that become one token of a video
 _DIGITS = 6  # of a centre that interpolation made
 
 
 @dataclass(frozen=True)
 class AnyRes:
-    """Adapter for `LlavaNextForConditionalGeneration` and `LlavaOnevisionForConditionalGeneration`, pictures only.
+    """Adapter for `LlavaNextForConditionalGeneration` and `LlavaOnevisionForConditionalGeneration`, the latter's videos
+    too.
 
     Crop 0 is the base view (the picture stretched over a square), crops 1, 2 … the tiles in raster order. Row and
     column count within the crop, among those that unpadding left. A newline belongs to the crop before it.
+    A frame of a video is stretched over a square, its patches pooled two by two; one newline, of the last frame, ends
+    the video.
     """
 
     name: str
@@ -37,10 +43,7 @@ class AnyRes:
     whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: torch.Tensor) -> torch.Tensor:
-        video = getattr(model.config, "video_token_id", None) or getattr(model.config, "video_token_index", None)
-        if video is not None and bool((input_ids == video).any()):
-            raise DartLabError(f"the prompt holds a video; {self.name} is supported with pictures only, so give frames")
-        return input_ids == image_token(model.config)
+        return visual_of_both(model.config, input_ids)
 
     def tokens(
         self,
@@ -53,7 +56,31 @@ class AnyRes:
     ) -> tuple[VisualTokens, int]:
         if not len(position):
             return unknown_place(position), 0
-        return fill_pictures(position, self._pictures(model, inputs, first_image, sizes), "image_sizes")
+        batch, video = inputs["input_ids"].cpu().numpy(), video_token(model.config)
+        if video is None or not (batch == video).any():
+            return fill_pictures(position, self._pictures(model, inputs, first_image, sizes), "image_sizes")
+        shown = self._in_order(model, batch, inputs)[first_image:]
+        if sizes is not None:
+            shown = [_stretched(picture, size) for picture, size in zip(shown, sizes[first_image:], strict=False)]
+        return fill_pictures(position, [tokens for tokens, _ in shown], f"image_sizes and {VIDEO_PIXELS}")
+
+    def _in_order(
+        self, model: Any, batch: np.ndarray, inputs: Mapping[str, Any]
+    ) -> list[tuple[VisualTokens, tuple[int, int]]]:
+        """The tokens of every picture and video of the batch, in the order of the prompts, and the (width, height) in
+        whose pixels their boxes are.
+        """
+        image, video = image_token(model.config), video_token(model.config)
+        view = model.config.vision_config.image_size
+        known: dict[int, list[tuple[VisualTokens, tuple[int, int]]]] = {image: []}
+        if (batch == image).any():
+            own = [(width, height) for height, width in _sizes(inputs)]
+            known[image] = list(zip(self._pictures(model, inputs, 0, own), own, strict=True))
+        if video is not None:
+            films = video_frames(inputs, needed=bool((batch == video).any()))
+            known[video] = [(_video(model, frames), (view, view)) for frames in films]
+        lengths = {kind: [len(tokens) for tokens, _ in pictures] for kind, pictures in known.items()}
+        return [known[kind][number] for kind, number in prompt_order(batch, lengths)]
 
     def _pictures(
         self, model: Any, inputs: Mapping[str, Any], first: int, sizes: Sequence[tuple[int, int]] | None
@@ -65,9 +92,18 @@ class AnyRes:
             yield _picture(model, (height, width), tiles[image] - 1, own)
 
     def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
-        return _rows(model, inputs)
+        rows = iter(_rows(model, inputs) if inputs.get("image_sizes") is not None else [])
+        out = []
+        for tokens in samples:
+            for image in np.unique(tokens.image):
+                own = tokens.image == image
+                has_patches = tokens.patch is not None and bool((tokens.patch[own] >= 0).any())  # a base view
+                out.append(next(rows) if has_patches else int(tokens.frame[own].max()) + 1)
+        return out
 
     def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
+        if inputs.get("image_sizes") is None:
+            return None
         sizes = _sizes(inputs)
         out = []
         for (height, width), rows in zip(sizes, _rows(model, inputs), strict=True):
@@ -130,6 +166,25 @@ def _picture(model: Any, size: tuple[int, int], tiles: int, original: tuple[int,
     tokens = _tokens(row, column, crop, box, patch)
     tokens.kind[newline] = NEWLINE
     return VisualTokens.join([*parts, tokens])
+
+
+def _video(model: Any, frames: int) -> VisualTokens:
+    """The tokens of a video, boxes in pixels of the model's view."""
+    view = model.config.vision_config.image_size
+    side = ceil(view // model.config.vision_config.patch_size / _POOLED)
+    row, column, box = (np.concatenate([part] * frames) for part in raster(side, side, view, view))
+    crop, patch = np.zeros(len(row), dtype=np.int64), np.full(len(row), BLENDED)
+    tokens = VisualTokens.join([_tokens(row, column, crop, box, patch), _newlines(crop[:1])])
+    frame = np.append(np.arange(frames).repeat(side * side), frames - 1)
+    return replace(tokens, frame=frame)
+
+
+def _stretched(
+    picture: tuple[VisualTokens, tuple[int, int]], size: tuple[int, int]
+) -> tuple[VisualTokens, tuple[int, int]]:
+    """The same picture with its boxes in the pixels of another `size` (width, height)."""
+    tokens, view = picture
+    return replace(tokens, box=tokens.box * np.array([size[0] / view[0], size[1] / view[1]] * 2)), size
 
 
 def _pack(model: Any, size: tuple[int, int], tiles: int, side: int) -> np.ndarray:

@@ -15,15 +15,16 @@ from torch import Tensor
 IMAGE, VIDEO, WORDS = 5, 6, 60
 PATCH, VIEW, HIDDEN, HEADS = 4, 16, 32, 2
 PINPOINTS = [[16, 32], [32, 16], [32, 32], [16, 48], [48, 16]]
+FRAMES, POOLED = 3, 4  # frames of every video of a batch, and tokens of each: 4 × 4 patches, pooled two by two
 CLASSES = {"llava_next": "LlavaNext", "llava_onevision": "LlavaOnevision"}
 Size = tuple[int, int]
 
 
-def anyres_model(kind: str, *, attention: str = "sdpa", layers: int = 4) -> Any:
+def anyres_model(kind: str, *, attention: str = "sdpa", layers: int = 4, view: int = VIEW) -> Any:
     """Weights large enough that attention is not uniform; tiles of 4 × 4 patches, at most four of them."""
     tower = {
         "hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS,
-        "image_size": VIEW, "patch_size": PATCH, "initializer_range": 0.2,
+        "image_size": view, "patch_size": PATCH, "initializer_range": 0.2,
     }  # fmt: skip
     clip = kind == "llava_next"
     vision = (transformers.CLIPVisionConfig if clip else transformers.SiglipVisionConfig)(**tower)
@@ -74,15 +75,38 @@ def anyres_batch(kind: str, prompts: Sequence[Sequence[Size]]) -> dict[str, Tens
     return {**prompt_ids(prompts, visual_counts(kind, inputs)), **inputs}
 
 
-def prompt_ids(prompts: Sequence[Sequence[Any]], visual: Sequence[int]) -> dict[str, Tensor]:
-    """Left-padded token ids: `visual` placeholders for each picture, words around them."""
+def video_batch(prompts: Sequence[Sequence[Size | None]]) -> dict[str, Tensor]:
+    """LLaVA-OneVision: one prompt an entry, about pictures of these (width, height) and, where None, a video."""
+    kind, seeds = "llava_onevision", itertools.count()
+    sizes = [[size for size in prompt if size is not None] for prompt in prompts]
+    drawn = [[picture(size, next(seeds)) for size in own] for own in sizes if own]
+    inputs = processed(kind, drawn) if drawn else {}
+    counts = visual_counts(kind, inputs) if drawn else []
+    films = [video_pixels([picture((30, 20), next(seeds)) for _ in range(FRAMES)]) for p in prompts for x in p if not x]
+    videos = {"pixel_values_videos": torch.cat(films)} if films else {}
+    return {**prompt_ids(prompts, counts), **inputs, **videos}
+
+
+def one_video(frames: Sequence[Image.Image]) -> dict[str, Tensor]:
+    """A prompt about one video."""
+    return {**prompt_ids([[None]], [], len(frames)), "pixel_values_videos": video_pixels(frames)}
+
+
+def video_pixels(frames: Sequence[Image.Image]) -> Tensor:
+    """`(1, frames, 3, height, width)`: each frame stretched over the view, as the image processor's base view is."""
+    return torch.stack([processed("llava_onevision", [[frame]])["pixel_values"][0, 0] for frame in frames])[None]
+
+
+def prompt_ids(prompts: Sequence[Sequence[Any]], visual: Sequence[int], frames: int = FRAMES) -> dict[str, Tensor]:
+    """Left-padded token ids: `visual` placeholders for each picture, a video's for None, words around them."""
     counts = iter(visual)
     rows = []
     for number, sizes in enumerate(prompts):
         draw = torch.Generator().manual_seed(10 * number + len(sizes))
         row = [1, *words(draw, 2 + number)]
-        for _ in sizes:
-            row += [*[IMAGE] * next(counts), *words(draw, 2)]
+        for size in sizes:
+            row += [IMAGE] * next(counts) if size else [VIDEO] * (frames * POOLED + 1)
+            row += words(draw, 2)
         rows.append(row + words(draw, 3))
     longest = max(map(len, rows))
     ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])

@@ -121,7 +121,7 @@ def test_hired_shares_by_what_each_tile_shows() -> None:
 def test_what_cannot_be_right_is_refused() -> None:
     model, inputs = ONEVISION.model("sdpa"), ONEVISION.batch("one")
     with (
-        pytest.raises(DartLabError, match="shrinks this picture behind the projector"),
+        pytest.raises(DartLabError, match="shrinks this picture or video behind the projector"),
         prune(model, DivPrune(keep=5, where="PROJECTED")),
     ):
         model(**inputs)

@@ -139,6 +139,28 @@ def _tiles(name: str) -> Zoo:
     )  # fmt: skip
 
 
+def _onevision_video() -> Zoo:
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        images = [sum(size is not None for size in prompt) for prompt in prompts]
+        films = [len(prompt) - count for prompt, count in zip(prompts, images, strict=True)]
+        out = {}
+        if films[row]:
+            first = sum(films[:row])
+            out["pixel_values_videos"] = together["pixel_values_videos"][first : first + films[row]]
+        if images[row]:
+            own = slice(sum(images[:row]), sum(images[: row + 1]))
+            out |= {key: together[key][own] for key in ("pixel_values", "image_sizes")}
+            alone = sum(count > 0 for count in images[:row])  # the numbers of prompts with pictures alone
+            out |= {key: together[key][alone : alone + 1] for key in ("batch_num_images",) if key in together}
+        return out
+
+    return replace(
+        _anyres("llava_onevision"), name="llava_onevision video", build_batch=anyres_models.video_batch,
+        prompts={"one": ((None,),), "padded": ((None, (30, 20)), ((7, 60), None, (50, 50)))},
+        pixels="pixel_values_videos", per_picture=pictures, one_video=anyres_models.one_video,
+    )  # fmt: skip
+
+
 def _video_llava() -> Zoo:
     picture, film = video_llava_models.PICTURE, video_llava_models.FILM
 
@@ -164,5 +186,7 @@ FAMILIES = [
     *(_qwen(name) for name in qwen_models.CLASSES),
     *(_tiles(name) for name in ("internvl", "idefics3")),
 ]
-VIDEOS = [*(_qwen_video(name) for name in qwen_models.CLASSES), _video_llava()]  # with pictures between them
+VIDEOS = [  # with pictures between them
+    *(_qwen_video(name) for name in qwen_models.CLASSES), _video_llava(), _onevision_video(),
+]  # fmt: skip
 SMOLVLM = _tiles("smolvlm")  # Idefics3 under another name: not every test over again
