@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dart_lab.errors import DartLabError
 
-_TEXT_NAMES = ("language_model", "text_model", "model")
+_TEXT_NAMES = ("language_model", "text_model", "model", "llm")
 _CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
 
 
@@ -104,7 +104,7 @@ def vision_tower(model: nn.Module) -> nn.Module | None:
     """The image encoder of a model, if it has one."""
     inner = getattr(model, "model", model)
     for owner in (inner, model):
-        for name in ("vision_tower", "visual", "vision_model", "image_tower"):
+        for name in ("vision_tower", "visual", "vision_model", "image_tower", "vpm"):
             tower = getattr(owner, name, None)
             if isinstance(tower, nn.Module):
                 return tower
@@ -164,7 +164,7 @@ def projector(model: nn.Module) -> nn.Module:
     """The module that turns vision features into input embeddings."""
     inner = getattr(model, "model", model)
     for owner in (inner, model):
-        for name in ("multi_modal_projector", "connector"):
+        for name in ("multi_modal_projector", "connector", "resampler"):
             found = getattr(owner, name, None)
             if isinstance(found, nn.Module):
                 return found
@@ -277,6 +277,14 @@ def image_processor(source: str, settings: Mapping[str, Any], options: Mapping[s
     if all(bounds.values()) and set(bounds) <= set(inspect.signature(type(made).__init__).parameters):
         return type(made).from_pretrained(source, **{**options, **bounds})
     return made
+
+
+EMBEDDING_METHOD = "get_vllm_embedding"  # of MiniCPM-V's own code: takes all inputs as one dict, embeds the prompt
+
+
+def generating_model(model: Any) -> Any:
+    """The module that runs the steps of `generate`: the language model in a model of MiniCPM-V's own code."""
+    return getattr(model, "llm", model)
 
 
 PREFILL_METHODS = ("_prefill", "_prefill_chunking")  # of a model with `generate`: from 5.0 on, and before

@@ -10,7 +10,7 @@ import numpy as np
 
 from dart_lab.errors import DartLabError
 
-PATCH, NEWLINE, CLS = "patch", "newline", "cls"
+PATCH, NEWLINE, CLS, QUERY = "patch", "newline", "cls", "query"
 NO_PATCH, BLENDED = -1, -2
 PADDING, BEFORE, VISUAL, AFTER = 0, 1, 2, 3
 GROUPS = ("padding", "text before the image", "visual", "text after the image")
@@ -22,10 +22,11 @@ class VisualTokens:
 
     `position` in the prompt's sequence (padding included); `image`, `frame`, `crop` numbers from 0 (a video is one
     image, and `frame` counts its steps in time, each of which may show several frames of the file); `row`, `column` on
-    the grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline" or "cls"; `box` `(n, 4)` pixels
-    x0, y0, x1, y1 (NaN for tokens without a place). `patch`: number of the token's patch among those that the tower
-    gives of its crop, -1 for a token that is none of them (a newline), -2 for one that is blended from several; None: a
-    picture's tokens are all patches of its crops, in order.
+    the grid of that crop (-1 for tokens that lie on no grid); `kind` "patch", "newline", "cls" or "query" (one of a
+    resampler, which attends to all of its crop); `box` `(n, 4)` pixels x0, y0, x1, y1 (NaN for tokens without a place).
+    `patch`: number of the token's patch among those that the tower gives of its crop, -1 for a token that is none of
+    them (a newline), -2 for one that is blended from several; None: a picture's tokens are all patches of its crops, in
+    order.
     """
 
     position: np.ndarray

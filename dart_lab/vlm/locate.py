@@ -9,6 +9,7 @@ import numpy as np
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families import family_of
+from dart_lab.vlm.families.minicpm import marked_ids
 from dart_lab.vlm.layout import TokenLayout, VisualTokens, groups
 
 
@@ -34,7 +35,7 @@ def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None =
     family = family_of(model)
     if "input_ids" not in inputs:
         raise DartLabError(f"layout needs input_ids; the inputs have {', '.join(inputs) or 'nothing'}")
-    ids = inputs["input_ids"]
+    ids = marked_ids(inputs)
     visual = family.visual_mask(model, ids).cpu().numpy()
     mask = inputs.get("attention_mask")
     attended = np.ones_like(visual) if mask is None else mask.bool().cpu().numpy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
 from dart_lab.vlm.families import Family
+from dart_lab.vlm.families.minicpm import marked_ids
 from dart_lab.vlm.families.videos import VIDEO_PIXELS, video_token
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
 from dart_lab.vlm.role_signals import RoleSignals
@@ -24,6 +25,7 @@ from dart_lab.vlm.tap import Captured
 
 PICTURES_SHOWN = 4  # samples of a block whose pictures are kept for display
 _PICTURES_DIM = 4  # of a tower input that holds pictures, not loose patches
+_DIGEST = 7  # bytes of a fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +122,7 @@ class PassWatcher:
         self._prompt_inputs: dict[str, Any] = {}
         self._pixels: Tensor | None = None
         self._pixels_whole = True
+        self._in_views = False
         self._expand = 1
         self._shown = 0
         self._undo: list[Callable[[], None]] = []
@@ -161,23 +164,32 @@ class PassWatcher:
             if isinstance(named.get(VIDEO_PIXELS), Tensor):  # of which the shape alone is looked at
                 self._prompt_inputs[VIDEO_PIXELS] = named[VIDEO_PIXELS].to("meta")
 
-        self._precede("_prepare_model_inputs", note_inputs)
-        self._precede("_expand_inputs_for_generation", note)
+        runner = compat.generating_model(self.model)
+        self._precede(runner, "_prepare_model_inputs", note_inputs)
+        self._precede(runner, "_expand_inputs_for_generation", note)
         for name in compat.PREFILL_METHODS:
-            self._precede(name, compat.refuse_chunks)
+            self._precede(runner, name, compat.refuse_chunks)
+        self._precede(self.model, compat.EMBEDDING_METHOD, self._note_data)
 
-    def _precede(self, name: str, act: Callable[..., None]) -> None:
-        """Call `act` with the same arguments before the model's method `name`, if it has one."""
-        method = getattr(self.model, name, None)
-        if method is None or name in vars(self.model):
+    def _precede(self, owner: Any, name: str, act: Callable[..., None]) -> None:
+        """Call `act` with the same arguments before the method `name` of `owner`, if it has one."""
+        method = getattr(owner, name, None)
+        if method is None or name in vars(owner):
             return
 
         def both(*args: Any, **kwargs: Any) -> Any:
             act(*args, **kwargs)
             return method(*args, **kwargs)
 
-        setattr(self.model, name, both)
-        self._undo.append(lambda: vars(self.model).pop(name, None))
+        setattr(owner, name, both)
+        self._undo.append(lambda: vars(owner).pop(name, None))
+
+    def _note_data(self, data: Mapping[str, Any]) -> None:
+        """The same as `_note_ids` for a model that takes its inputs as one dict, its pictures as views of any size."""
+        self._ids, self._inputs = marked_ids(data), dict(data)
+        views = [view for own in data.get("pixel_values") or () for view in own]
+        self._in_views, self._pixels = True, fingerprints(views) if views else None
+        self._check_whole(self._ids, self._inputs)
 
     def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
@@ -206,6 +218,8 @@ class PassWatcher:
 
     def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep what the tower encodes; of a prompt's pictures and videos, which come one after the other, all of it."""
+        if self._in_views:  # of which the tower gets a few at a time, padded
+            return
         new = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         known = None if self._pixels_whole else self._pixels
         joins = new is not None and known is not None and new.shape[1:] == known.shape[1:]
@@ -216,7 +230,10 @@ class PassWatcher:
         ids, self._ids = self._ids, None
         given, self._inputs = self._inputs, {}
         self._pixels_whole = True
+        self._in_views = False
         embeds = kwargs.get("inputs_embeds")
+        if ids is not None and embeds is not None and len(ids) != len(embeds):  # noted before beams were made
+            ids = ids.repeat_interleave(len(embeds) // len(ids), dim=0)
         if ids is None:
             ids = kwargs.get("input_ids", args[0] if args else None)
         content: Tensor | None = embeds if ids is None else ids
@@ -377,7 +394,7 @@ class PassWatcher:
         out: list[int] = []
         image = 0
         for number, sample in enumerate(now.samples):
-            digest, row = hashlib.blake2b(digest_size=7), number * now.expand
+            digest, row = hashlib.blake2b(digest_size=_DIGEST), number * now.expand
             real = slice(None) if now.attended is None else now.attended[row, now.past :].cpu().numpy()
             if sample.token_ids is not None:
                 digest.update(np.ascontiguousarray(sample.token_ids[real], dtype=np.int64).tobytes())
@@ -389,6 +406,12 @@ class PassWatcher:
             image += sample.images
             out += [int.from_bytes(digest.digest(), "big")] * now.expand
         return tuple(out)
+
+
+def fingerprints(views: Sequence[Tensor]) -> Tensor:
+    """`(views, bytes)` uint8: what stands for pixels that do not fit into one tensor."""
+    each = (np.ascontiguousarray(view.detach().float().cpu().numpy()).tobytes() for view in views)
+    return torch.tensor([list(hashlib.blake2b(one, digest_size=_DIGEST).digest()) for one in each], dtype=torch.uint8)
 
 
 def as_picture(pixels: Tensor) -> np.ndarray:

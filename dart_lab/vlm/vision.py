@@ -19,7 +19,7 @@ from dart_lab.pruners.reduction import PAD, Merge, Reduction, compose, rows_to_m
 from dart_lab.pruners.selectors import ascending
 from dart_lab.pruners.signals import Signals
 from dart_lab.vlm import compat
-from dart_lab.vlm.families.tiles import folded, side_of
+from dart_lab.vlm.families.tiles import folded, tokens_of_tile
 from dart_lab.vlm.providers import received
 from dart_lab.vlm.tap import Captured, Tap, attention_logits, attention_rows
 
@@ -64,7 +64,7 @@ class VisionReducer:
             fold == 1 and "siglip" not in model.config.vision_config.model_type
         )
         self.drops_cls = self.has_cls and model.config.vision_feature_select_strategy == "default"
-        self.places = side_of(model.config) ** 2 + (self.has_cls and not self.drops_cls)
+        self.places = tokens_of_tile(model.config) + (self.has_cls and not self.drops_cls)
         self.placed: Reduction | None = None
         self._reduction: Reduction | None = None
         self._cls_goes_on = False
@@ -332,7 +332,8 @@ def _feature_block(model: Any, blocks: int, fold: int) -> int:
     if feature is None:
         raise DartLabError(
             f"the vision tower of {type(model).__name__} is not of CLIP's build, so nothing can be reduced in it; "
-            "use a method that acts before or inside the language model (stage LLM_IN or a decoder layer)"
+            "use a method with where='PROJECTED', or one that acts before or inside the language model (stage "
+            "LLM_IN or a decoder layer)"
         )
     if not isinstance(feature, int):
         raise DartLabError(

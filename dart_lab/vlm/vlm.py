@@ -18,6 +18,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.vlm import compat
 from dart_lab.vlm.families import Family
+from dart_lab.vlm.families.minicpm import marked_ids
 from dart_lab.vlm.images import check_aspect, open_image, to_rgb
 from dart_lab.vlm.locate import layout
 from dart_lab.vlm.prompts import build_prompts, prompt_template
@@ -187,7 +188,7 @@ class VLM:
         ]
 
     def _check_whole(self, inputs: Mapping[str, Any], pictures: list[list[Image]]) -> None:
-        visual = self.family.visual_mask(self.model, inputs["input_ids"]).any(dim=1).tolist()
+        visual = self.family.visual_mask(self.model, marked_ids(inputs)).any(dim=1).tolist()
         found = [int(present) for present in visual]
         if all(visual):
             found = [int(sample.image.max()) + 1 for sample in layout(self.model, inputs).samples]

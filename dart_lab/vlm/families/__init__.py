@@ -10,10 +10,11 @@ from dart_lab.vlm.families.base import Family
 from dart_lab.vlm.families.idefics import IDEFICS
 from dart_lab.vlm.families.internvl import INTERNVL
 from dart_lab.vlm.families.llava import LLAVA
+from dart_lab.vlm.families.minicpm import MINICPM
 from dart_lab.vlm.families.qwen import QWEN
 from dart_lab.vlm.families.video_llava import VIDEO_LLAVA
 
-FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN, INTERNVL, IDEFICS, VIDEO_LLAVA)
+FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN, INTERNVL, IDEFICS, VIDEO_LLAVA, MINICPM)
 
 _OWN = "dart_lab_family"
 _ANSWERS = ("name", "model_types", "prompt", "whole", "visual_mask", "tokens", "pixel_rows", "regions")

@@ -24,6 +24,11 @@ def side_of(config: Any) -> int:
     return one(config.vision_config.image_size) // one(config.vision_config.patch_size) // folded(config)
 
 
+def tokens_of_tile(config: Any) -> int:
+    """Tokens that go on of one tile: those of its grid, or the queries of a resampler."""
+    return int(getattr(config, "query_num", 0)) or side_of(config) ** 2
+
+
 def one(size: int | Sequence[int]) -> int:
     """The side of a square, which some configs write as (height, width).
 
