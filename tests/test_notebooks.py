@@ -12,6 +12,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 #: What a notebook must have printed on its way, by its name.
 PRINTED = {
     "01_quickstart": "kept 64 of 576 visual tokens",
+    "02_your_own_model": "again with all: yes green",
     "04_token_roles": "without dead: ",
     "05_alpha_tradeoff": "answers: 192",
     "03_your_own_pruner": "Unusual keeps the contract\ncareless: batch leak",
