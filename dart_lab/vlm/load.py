@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.mini.get import cache_folder, is_current
 from dart_lab.vlm.adapters import check_adapter, with_adapter
-from dart_lab.vlm.families import family_of, supported_model_types
+from dart_lab.vlm.families import REFUSED, family_of, supported_model_types
 from dart_lab.vlm.hubfiles import ADAPTER, CONFIG, check_folder, check_own_format, read_json
 from dart_lab.vlm.processors import PICTURE_SETTINGS, load_processor
 from dart_lab.vlm.quantization import check_quantization, quantization_config
@@ -204,6 +204,8 @@ def _check_folder(folder: Path, name: str) -> None:
 def check_model_type(model_type: object, name: str) -> None:
     """Raise `DartLabError` unless dart-lab has an adapter for this `model_type`."""
     known = supported_model_types()
+    if model_type in REFUSED:
+        raise DartLabError(f"{name}: model_type {model_type!r} is refused: {REFUSED[str(model_type)]}")
     if model_type not in known:
         given = "nothing" if model_type is None else repr(model_type)
         raise DartLabError(

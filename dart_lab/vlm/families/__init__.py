@@ -16,10 +16,17 @@ from dart_lab.vlm.families.video_llava import VIDEO_LLAVA
 
 FAMILIES: tuple[Family, ...] = (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN, INTERNVL, IDEFICS, VIDEO_LLAVA, MINICPM)
 
+#: model_type that has no adapter on purpose → why.
+REFUSED = dict.fromkeys(
+    ("minicpmv4_6", "minicpmv4_7", "minicpm_ocr"),
+    "most of its decoder layers have linear attention, whose state would cover other tokens after pruning; MiniCPM-V "
+    "2.6 (model type 'minicpmv', of its authors' code) is supported",
+)
+
 _OWN = "dart_lab_family"
 _ANSWERS = ("name", "model_types", "prompt", "whole", "visual_mask", "tokens", "pixel_rows", "regions")
 
-__all__ = ["FAMILIES", "Family", "family_of", "supported_model_types", "use_family"]
+__all__ = ["FAMILIES", "REFUSED", "Family", "family_of", "supported_model_types", "use_family"]
 
 
 def supported_model_types() -> list[str]:
@@ -64,6 +71,8 @@ def family_of(model: Any) -> Family:
     family = find_family(model)
     if family is None:
         given = str(getattr(getattr(model, "config", None), "model_type", type(model).__name__))
+        if given in REFUSED:
+            raise DartLabError(f"model type {given!r} is refused: {REFUSED[given]}")
         raise DartLabError(
             f"model type {given!r} is not supported. {did_you_mean(given, supported_model_types())} Any decoder works "
             "with prune(model, pruner, visual=mask), where the mask marks the visual tokens; to write an adapter, see "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
+import dart_lab as dl
 from dart_lab.errors import DartLabError
 from dart_lab.pruners import DART, DivPrune, FasterVLM, FastV, KeepAll, Pruner, Random
 from dart_lab.vlm import compat
@@ -158,6 +161,29 @@ def test_what_cannot_be_right_is_refused() -> None:
         pass
     with pytest.raises(DartLabError, match="prefill_chunk_size"), prune(model, DART(keep=2, layer=1)):
         answer(model, inputs, prefill_chunk_size=4)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "MiniCPMV4_6Config"), reason="releases before 5.24 lack the class")
+def test_native_classes_are_refused_for_their_linear_attention(tmp_path: Path) -> None:
+    text = {
+        "model_type": "qwen3_5_text", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 60,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.MiniCPMV4_6Config(text_config=text, vision_config=vision, insert_layer_id=0)
+    model = transformers.MiniCPMV4_6ForConditionalGeneration(config)
+    with pytest.raises(DartLabError, match=r"'minicpmv4_6' is refused: .* linear attention"), prune(model, DART(keep=2)):
+        pass
+    visual = torch.zeros(1, 6, dtype=torch.bool)
+    with (
+        pytest.raises(DartLabError, match="layers from 1 on have linear_attention"),
+        prune(model, DART(keep=2, layer=1), visual=visual),
+    ):
+        pass
+    model.save_pretrained(tmp_path)
+    with pytest.raises(DartLabError, match=r"'minicpmv4_6' is refused: .* linear attention"):
+        dl.load(tmp_path)
 
 
 def test_parts_are_found_by_the_names_of_the_public_checkpoint() -> None:
