@@ -35,6 +35,7 @@ _HUB_SECONDS = 10
 _UNREACHABLE = {
     "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException",
 }
+_AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModel")
 _DTYPES = ("auto", "float32", "float16", "bfloat16", "float64")
 
 
@@ -213,9 +214,16 @@ def check_model_type(model_type: object, name: str) -> None:
         )
 
 
-def _model(files: _Files, how: _How) -> Any:
-    from transformers import AutoModelForImageTextToText
+def _auto_class(config: Any) -> Any:
+    """The class of transformers that builds a model: for one of its authors' code, a class that this code names."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+    named = {} if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else getattr(config, "auto_map", {})
+    return getattr(transformers, next((name for name in _AUTO_CLASSES if name in named), _AUTO_CLASSES[0]))
+
+
+def _model(files: _Files, how: _How) -> Any:
     config, wanted = files.config(), how.dtype
     check_model_type(config.model_type, files.name)
     check_own_format(files.json(CONFIG), files.name)
@@ -228,7 +236,7 @@ def _model(files: _Files, how: _How) -> Any:
         placed["device_map"] = {"": how.place}
     if how.device_map is not None:
         placed["device_map"] = how.device_map
-    model, report = AutoModelForImageTextToText.from_pretrained(
+    model, report = _auto_class(config).from_pretrained(
         files.source, dtype=wanted or "auto", use_safetensors=True, output_loading_info=True, **placed, **files.options
     )
     missing = sorted(report["missing_keys"])

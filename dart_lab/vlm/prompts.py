@@ -23,10 +23,11 @@ def build_prompts(processor: Any, family: Family, questions: Sequence[str], imag
     Raises:
         DartLabError: a question is not a text, is empty, or holds the image placeholder.
     """
-    placeholder = image_placeholder(processor)
+    own = getattr(family, "placeholder", None)  # of a processor whose template takes plain texts alone
+    placeholder = own or image_placeholder(processor)
     for number, question in enumerate(questions):
         check_question(question, placeholder, name=f"question {number}" if len(questions) > 1 else "the question")
-    if getattr(processor, "chat_template", None):
+    if own is None and getattr(processor, "chat_template", None):
         return [_from_template(processor, question, n) for question, n in zip(questions, images, strict=True)]
     return [_plain(family.prompt, placeholder, question, n) for question, n in zip(questions, images, strict=True)]
 

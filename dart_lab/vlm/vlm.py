@@ -78,6 +78,9 @@ class VLM:
             raise DartLabError(f"the processor refused the batch ({' '.join(str(error).split())[:300]})") from error
         if "token_type_ids" not in signature(type(self.model).forward).parameters:
             inputs.pop("token_type_ids", None)  # of tokenizers made for BERT's kind of model; generate refuses it
+        taken = own_generate(self.model)
+        for name in [name for name in inputs if taken and name not in taken]:
+            inputs.pop(name)
         self._check_whole(inputs, pictures)
         return inputs.to(self.model.device, dtype=self.model.dtype)
 
@@ -113,12 +116,11 @@ class VLM:
             DartLabError: right padding, after which a model continues from padding instead of the prompt.
         """
         check_left_padding(inputs)
+        tokenizer, own = self.processor.tokenizer, own_generate(self.model)
+        needed = {"tokenizer": tokenizer} if own else {"pad_token_id": tokenizer.pad_token_id}
         with torch.inference_mode():
-            out = self.model.generate(
-                **inputs, max_new_tokens=max_new_tokens, do_sample=False,
-                pad_token_id=self.processor.tokenizer.pad_token_id,
-            )
-        return self.words(out[:, inputs["input_ids"].shape[1] :])
+            out = self.model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, **needed)
+        return self.words(out if own else out[:, inputs["input_ids"].shape[1] :])
 
     def words(self, tokens: Any) -> list[str]:
         """Generated token ids `(batch, new)` as texts, without special tokens."""
@@ -205,6 +207,14 @@ class VLM:
                 f"the prompt has {length} tokens, the model was made for {limit}; shorten it or give fewer pictures",
                 DartLabWarning, stacklevel=3,
             )
+
+
+def own_generate(model: Any) -> set[str]:
+    """What `generate` of a model of its authors' code takes, which wants the tokenizer and returns new tokens alone;
+    empty for transformers' own.
+    """
+    taken = set(signature(model.generate).parameters)
+    return taken if "tokenizer" in taken else set()
 
 
 def check_left_padding(inputs: Mapping[str, Any]) -> None:

@@ -139,7 +139,7 @@ def save_checkpoint(kind: str, folder: Path, **options: Any) -> Path:
     _name_tokens(model.config, parts["image"])
     model.generation_config.pad_token_id = model.generation_config.eos_token_id = TOKENS["<|im_end|>"]
     model.save_pretrained(folder, **options)
-    _save_tokenizer(
+    save_tokenizer(
         folder, parts.get("tokenizer_class", "PreTrainedTokenizerFast"), parts.get("named_tokens", {})
     )
     _write(folder / "preprocessor_config.json", parts["preprocessor"])
@@ -165,7 +165,7 @@ def _name_tokens(config: Any, image: str) -> None:
             config.video_token_index = TOKENS["<video>"]
 
 
-def _save_tokenizer(folder: Path, tokenizer_class: str, named: dict[str, str]) -> None:
+def save_tokenizer(folder: Path, tokenizer_class: str, named: dict[str, str]) -> None:
     """One token a byte; the special tokens added, as `tokenizer.json` with its older two companions.
 
     `named`: tokens that the tokenizer is to have as attributes.

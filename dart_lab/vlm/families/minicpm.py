@@ -30,6 +30,7 @@ class MiniCPM:
     name: str = "minicpm-v"
     model_types: tuple[str, ...] = ("minicpmv",)
     prompt: str = "<|im_start|>user\n<image>\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    placeholder: str = "(<image>./</image>)"
     whole: int = 0
 
     def visual_mask(self, model: Any, input_ids: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig
+from transformers import AutoTokenizer, BatchFeature, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, SiglipVisionConfig
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
 
@@ -75,6 +76,57 @@ class Resampler(nn.Module):
         queries = self.query.expand(len(keys), -1, -1)
         out: Tensor = self.attn(queries, keys, keys, key_padding_mask=empty)[0]
         return out
+
+
+class MiniCPMVProcessor:
+    """Every picture whole, and in two slices side by side; the tags and the placeholder are any special tokens."""
+
+    image_processor = "part of this class"
+    side = 4  # patches of a view
+    view = "<|image_pad|>" * 4
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def from_pretrained(cls, source: str, **kwargs: Any) -> MiniCPMVProcessor:
+        return cls(AutoTokenizer.from_pretrained(source))
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoProcessor") -> None:
+        """Called by `AutoProcessor` on the class that it found."""
+
+    def __call__(self, text: list[str], images: Any = None, return_tensors: str = "pt", **kwargs: Any) -> BatchFeature:
+        piece = f"<|vision_start|>{self.view}<|vision_end|>"
+        whole = [one.replace("(<image>./</image>)", f"<img>{self.view}</img>{piece * 2}") for one in text]
+        rows = [self.tokenizer(one)["input_ids"] for one in whole]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
+        opens, closes = (
+            torch.isin(ids, torch.tensor(self.tokenizer.convert_tokens_to_ids(tags)))
+            for tags in (["<img>", "<|vision_start|>"], ["</img>", "<|vision_end|>"])
+        )
+        views = [[view for one in own for view in self._views(one)] for own in images or [[] for _ in text]]
+        return BatchFeature({
+            "input_ids": ids,
+            "attention_mask": torch.tensor([[False] * (longest - len(row)) + [True] * len(row) for row in rows]),
+            "pixel_values": views,
+            "image_sizes": [[one.size for one in own] for own in images or []],
+            "tgt_sizes": [torch.full((len(own), 2), self.side, dtype=torch.int32) for own in views],
+            "image_bound": [
+                torch.stack([first.nonzero()[:, 0] + 1, last.nonzero()[:, 0]], dim=1)
+                for first, last in zip(opens, closes, strict=True)
+            ],
+        })  # fmt: skip
+
+    def _views(self, picture: Any) -> list[Tensor]:
+        width, height = picture.size
+        parts = [(0, 0, width, height), (0, 0, width // 2, height), (width // 2, 0, width, height)]
+        pixels = [np.asarray(picture.crop(part).resize((4 * self.side,) * 2)) for part in parts]
+        return [
+            torch.from_numpy(view / 255.0).float().reshape(self.side, 4, -1, 3).permute(3, 1, 0, 2).flatten(2)
+            for view in pixels
+        ]
 
 
 class MiniCPMV(PreTrainedModel):

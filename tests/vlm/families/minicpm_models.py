@@ -19,7 +19,7 @@ TOKENIZER = SimpleNamespace(convert_tokens_to_ids=lambda token: 2)
 Grid = tuple[int, int]  # slices down and across; (0, 0): the whole picture alone
 
 
-def minicpm_model(*, attention: str = "sdpa", layers: int = 4, vision_batch: int = 16) -> Any:
+def minicpm_model(*, attention: str = "sdpa", layers: int = 4, vision_batch: int = 16, vocabulary: int = WORDS) -> Any:
     """Weights large enough that attention is not uniform."""
     vision = transformers.SiglipVisionConfig(
         hidden_size=HIDDEN, intermediate_size=2 * HIDDEN, num_hidden_layers=2, num_attention_heads=HEADS,
@@ -28,7 +28,7 @@ def minicpm_model(*, attention: str = "sdpa", layers: int = 4, vision_batch: int
     config = MiniCPMVConfig(
         vision_config=vision, query_num=QUERIES, patch_size=PATCH, vision_batch_size=vision_batch, hidden_size=HIDDEN,
         intermediate_size=2 * HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS, num_key_value_heads=1,
-        vocab_size=WORDS, initializer_range=0.2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
+        vocab_size=vocabulary, initializer_range=0.2, max_position_embeddings=512, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
