@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from dart_lab.vlm.families.tiles import CUT, rows_by_crops, runs
 from dart_lab.vlm.layout import QUERY, VisualTokens, unknown_place
 
 _MARK = -1  # no token has this id
+_TAGS = 2  # tokens between two views in one row: the end of the one, the begin of the other
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,12 @@ class MiniCPM:
             raise DartLabError(f"the prompt begins inside a picture, without the tag in front of it: {CUT}")
         tags = np.array([ids[crop[0] - 1] for crop in crops])
         begins = tags == tags[0]
+        gaps = np.array([after[0] - before[-1] - 1 for before, after in pairwise(crops)])
+        if (begins[1:] & (gaps == _TAGS)).any():
+            raise DartLabError(
+                "two pictures with nothing between their tags, as MiniCPM-V 2.5 writes the slices of one; only 2.6 is "
+                "supported: write pictures on lines of their own"
+            )
         image = np.cumsum(begins) - 1
         crop = np.arange(len(crops)) - np.flatnonzero(begins)[image]
         nowhere = np.full(len(position), -1, dtype=np.int64)

@@ -20,7 +20,16 @@ from dart_lab.vlm.insert import prune
 from dart_lab.vlm.locate import layout
 from dart_lab.vlm.masking import mask_drop
 from dart_lab.vlm.select import select
-from tests.vlm.families.minicpm_models import QUERIES, TOKENIZER, as_data, minicpm_batch, minicpm_model, row_of
+from tests.vlm.families.minicpm_models import (
+    IMAGE,
+    QUERIES,
+    SLICE,
+    TOKENIZER,
+    as_data,
+    minicpm_batch,
+    minicpm_model,
+    row_of,
+)
 
 PROMPTS = [[(2, 3)], [(0, 0), (1, 2)], []]
 CROPS = [[7], [1, 3], []]
@@ -155,6 +164,9 @@ def test_what_cannot_be_right_is_refused() -> None:
         layout(model, {**inputs, "image_bound": [bound - torch.tensor([0, 1])]})
     with pytest.raises(DartLabError, match="begins inside a picture"):
         layout(model, {**inputs, "image_bound": [torch.tensor([[0, QUERIES]])]})
+    slices_as_pictures = torch.where(inputs["input_ids"] == SLICE, IMAGE, inputs["input_ids"])
+    with pytest.raises(DartLabError, match=r"as MiniCPM-V 2\.5 writes the slices"):
+        layout(model, {**inputs, "input_ids": slices_as_pictures})
     with pytest.raises(DartLabError, match="2 entries for 1 prompts"):
         layout(model, {**inputs, "image_bound": [bound, bound]})
     with pytest.raises(DartLabError, match="where='PROJECTED'"), prune(model, FasterVLM(keep=2)):
