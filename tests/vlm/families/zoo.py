@@ -94,7 +94,7 @@ def _qwen_pictures(prompts: Any, together: Batch, row: int) -> Batch:
 
 def _qwen_video(name: str) -> Zoo:
     timed = name == "qwen3_vl"
-    prompts = {"one": (((3, 2, 3),),), "padded": (((2, 2, 3), (2, 3)), ((3, 2), (2, 3, 2), (4, 2)))}
+    prompts = {"one": (((3, 2, 3),),), "padded": (((2, 2, 3), (2, 3)), ((3, 2), (2, 3, 2), (2, 4)))}
     return replace(
         _qwen(name), name=f"{name} video", build_batch=lambda sizes: qwen_models.qwen_batch(sizes, timed=timed),
         prompts=prompts, pixels="pixel_values_videos", frames_a_step=qwen_models.STEP,
