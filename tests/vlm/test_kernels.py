@@ -7,55 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from transformers import masking_utils
-from transformers.integrations.flex_attention import WrappedFlexAttention
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
 from dart_lab.probes.attention_mass import AttentionMass
 from dart_lab.pruners import DART, FastV, KeepAll, Pruner, UniformGrid, VisionZip
-from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.recording import record
 from tests.vlm.common import NEVER, ONE, THREE, Uneven, batch, compare_with_mask, small_llava
+from tests.vlm.kernels import FLASH, emulated_flash, uncompiled_flex
 from tests.vlm.stepping import decode
 
-FLASH = "emulated_flash_attention"
 METHODS = (DART(keep=5), FastV(keep=4), UniformGrid(keep=0.25), Uneven())
 FLEX_METHODS = (DART(keep=5), FastV(keep=4), FastV(keep=4, rerank=True), Uneven())
 
 
-def flash(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """FlashAttention's rules: a mask is `(batch, keys)` or None; padding is taken out of queries and keys, and what is
-    left is causal by its order, the last query seeing the last key. Rows of padding come out as 0.
-    """
-    assert attention_mask is None or attention_mask.shape == (query.shape[0], key.shape[2])
-    heads, count = query.shape[1], query.shape[2]
-    key, value = (x.repeat_interleave(heads // key.shape[1], dim=1) for x in (key, value))
-    out = torch.zeros_like(query[..., : value.shape[3]])
-    for row in range(len(query)):
-        real = torch.ones(key.shape[2], dtype=torch.bool) if attention_mask is None else attention_mask[row].bool()
-        asks = real[len(real) - count :]
-        q, k, v = query[row][:, asks], key[row][:, real], value[row][:, real]
-        seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
-        logits = q @ k.mT * (query.shape[3] ** -0.5 if scaling is None else scaling)
-        out[row, :, asks] = logits.masked_fill(~seen, float("-inf")).softmax(dim=-1) @ v
-    return out.transpose(1, 2), None
-
-
 @pytest.fixture
 def as_flash() -> Iterator[None]:
-    """The emulated kernel under a name that transformers takes for FlashAttention."""
-    compat.attention_registry()[FLASH] = flash
-    masks = AttentionMaskInterface  # without a mask function, transformers would give the kernel no mask at all
-    masks.register(FLASH, ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
-    yield
-    compat.attention_registry().pop(FLASH)
-    masks._global_mapping.pop(FLASH)
+    with emulated_flash():
+        yield
 
 
 def with_kernel(name: str) -> Any:
@@ -111,16 +79,12 @@ def test_flash_masses_are_those_of_sdpa(pruner: Pruner | None) -> None:
 
 
 @pytest.fixture
-def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention without its compiler, which takes half a minute a shape on a CPU."""
-    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda self: flex_attention)
-    monkeypatch.setattr(
-        masking_utils, "create_block_mask", lambda *args, _compile=False, **kwargs: create_block_mask(*args, **kwargs)
-    )
+def uncompiled() -> Iterator[None]:
+    with uncompiled_flex():
+        yield
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
 @pytest.mark.parametrize("pruner", FLEX_METHODS, ids=lambda p: p.name)
 def test_flex_prunes_as_sdpa(pruner: Pruner, images: tuple[int, ...]) -> None:
@@ -135,7 +99,6 @@ def test_flex_prunes_as_sdpa(pruner: Pruner, images: tuple[int, ...]) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_drops_as_it_masks_and_keeping_all_changes_nothing() -> None:
     model, inputs = small_llava(attention="flex_attention"), batch(THREE)
     worst, _, _ = compare_with_mask(model, inputs, Uneven(), steps=3)
@@ -147,7 +110,6 @@ def test_flex_drops_as_it_masks_and_keeping_all_changes_nothing() -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("cache", ["static", "dynamic"])
 @pytest.mark.parametrize("pruner", [DART(keep=5), VisionZip(keep=5)], ids=lambda p: p.name)
 def test_flex_generates_as_sdpa(pruner: Pruner, cache: str) -> None:
@@ -164,7 +126,6 @@ def test_flex_generates_as_sdpa(pruner: Pruner, cache: str) -> None:
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_masses_are_those_of_sdpa() -> None:
     tables = []
     for model in (small_llava(attention="flex_attention"), small_llava()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,23 @@ from torch import Tensor
 from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.pruners import DART, FastV, KeepAll, Pruner, Random, pruner_names
 from dart_lab.pruners.fitting import BUDGETLESS, Depth, fit
+from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.locate import layout
 from dart_lab.vlm.masking import mask_drop
 from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
+from tests.vlm.kernels import FLASH, emulated_flash, uncompiled_flex
 
 STEPS = 8
 METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
 
 
-def answer(kind: Zoo, model: Any, inputs: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+def answer(
+    kind: Zoo, model: Any, inputs: dict[str, Tensor], steps: int = STEPS, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Tokens and the logits of each step."""
     out = model.generate(
-        **inputs, max_new_tokens=STEPS, do_sample=False, output_logits=True, return_dict_in_generate=True,
+        **inputs, max_new_tokens=steps, do_sample=False, output_logits=True, return_dict_in_generate=True,
         suppress_tokens=[2, *kind.visual], **options,
     )
     return out.sequences, torch.stack(out.logits)
@@ -48,6 +53,22 @@ def test_dropping_equals_masking(kind: Zoo, backend: str, prompts: str, pruner: 
         masked_tokens, masked_logits = answer(kind, model, inputs)
     assert torch.equal(tokens, masked_tokens)
     torch.testing.assert_close(logits, masked_logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("backend", ["flash", "flex"])
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
+def test_other_kernels_drop_as_sdpa(kind: Zoo, backend: str) -> None:
+    """FlashAttention, emulated, and FlexAttention, not compiled, in the decoder; the tower keeps SDPA."""
+    plain, model, inputs = kind.model("sdpa"), kind.build("sdpa"), kind.batch("padded")
+    config = compat.text_model(model).config
+    config._attn_implementation_internal = FLASH if backend == "flash" else "flex_attention"
+    with emulated_flash(), uncompiled_flex(), prune(model, DART(keep=5)) as run:
+        tokens, logits = answer(kind, model, inputs, steps=3)
+    with prune(plain, DART(keep=5)) as expected:
+        expected_tokens, expected_logits = answer(kind, plain, inputs, steps=3)
+    assert [kept.tolist() for kept in run.kept] == [kept.tolist() for kept in expected.kept]
+    assert torch.equal(tokens, expected_tokens)
+    torch.testing.assert_close(logits, expected_logits, atol=3e-5, rtol=0)  # two kernels round otherwise
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -123,7 +144,9 @@ def test_random_draws_by_the_pictures_too(kind: Zoo) -> None:
 
 @pytest.mark.parametrize("name", [name for name in pruner_names() if name not in BUDGETLESS])
 @pytest.mark.parametrize("kind", FAMILIES, ids=str)
-def test_every_method_runs_or_says_in_a_line_why_not(kind: Zoo, name: str) -> None:
+def test_every_method_runs_or_says_in_a_line_why_not(
+    kind: Zoo, name: str, record_property: Callable[[str, object], None]
+) -> None:
     model, inputs = kind.model("sdpa"), kind.batch("padded")
     sizes = [len(sample) for sample in layout(model, inputs).samples]
     try:
@@ -134,6 +157,7 @@ def test_every_method_runs_or_says_in_a_line_why_not(kind: Zoo, name: str) -> No
                 model(**inputs)
     except DartLabError as error:
         assert "\n" not in str(error)
+        record_property("refused", str(error))
         return
     for kept, got, size in zip(run.kept, run.got, sizes, strict=True):
         assert len(np.unique(kept)) == len(kept) and kept.min() >= 0 and kept.max() < size

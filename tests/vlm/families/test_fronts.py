@@ -17,11 +17,10 @@ from dart_lab.vlm.insert import prune
 from dart_lab.vlm.layout import NEWLINE
 from dart_lab.vlm.locate import layout
 from tests.vlm.families.test_every_family import answer
-from tests.vlm.families.zoo import FAMILIES
+from tests.vlm.families.zoo import FAMILIES, Zoo
 
-NEXT, ONEVISION, QWEN = (
-    next(kind for kind in FAMILIES if str(kind) == name) for name in ("llava_next", "llava_onevision", "qwen2_vl")
-)
+NAMES = ("llava", "llava_next", "llava_onevision", "qwen2_vl")
+LLAVA, NEXT, ONEVISION, QWEN = (next(kind for kind in FAMILIES if str(kind) == name) for name in NAMES)
 PATCHES = 16  # of a crop
 DROPPING = [DivPrune(keep=7), DivPrune(keep=5, where="PROJECTED"), FasterVLM(keep=5), HiRED(keep=5)]
 
@@ -37,19 +36,20 @@ def embeddings(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return seen["e"]
 
 
+@pytest.mark.parametrize("kind", [LLAVA, NEXT], ids=str)
 @pytest.mark.parametrize("prompts", ["one", "padded"])
 @pytest.mark.parametrize("pruner", DROPPING, ids=lambda p: f"{p.name}-{p.stage.kind}")
-def test_dropping_equals_feeding_the_short_prompt(pruner: Any, prompts: str) -> None:
-    model, inputs = NEXT.model("sdpa"), NEXT.batch(prompts)
+def test_dropping_equals_feeding_the_short_prompt(kind: Zoo, pruner: Any, prompts: str) -> None:
+    model, inputs = kind.model("sdpa"), kind.batch(prompts)
     full = embeddings(model, inputs)
     with prune(model, pruner) as run:
-        _, logits = answer(NEXT, model, inputs)
+        _, logits = answer(kind, model, inputs)
     for row, sample in enumerate(layout(model, inputs).samples):
-        stays = ~torch.isin(inputs["input_ids"][row], torch.tensor(NEXT.visual)) & inputs["attention_mask"][row].bool()
+        stays = ~torch.isin(inputs["input_ids"][row], torch.tensor(kind.visual)) & inputs["attention_mask"][row].bool()
         stays[torch.from_numpy(run.positions[row])] = True
         short = full[row : row + 1, stays]
         _, alone = answer(
-            NEXT, model, {"inputs_embeds": short, "attention_mask": torch.ones(short.shape[:2], dtype=torch.long)}
+            kind, model, {"inputs_embeds": short, "attention_mask": torch.ones(short.shape[:2], dtype=torch.long)}
         )
         torch.testing.assert_close(logits[:, row], alone[:, 0], atol=1e-5, rtol=0)
         newlines, kept = np.flatnonzero(sample.kind == NEWLINE), run.kept[row]

@@ -11,6 +11,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from tests.models import PATCH, llava_processor
+from tests.vlm import common
 from tests.vlm.families import anyres_models, qwen_models, tile_models, video_llava_models
 
 Batch = dict[str, Tensor]
@@ -68,6 +70,25 @@ class Zoo:
 @cache
 def _model(name: str, attention: str) -> Any:
     return next(kind for kind in (*FAMILIES, *VIDEOS, SMOLVLM) if kind.name == name).build(attention)
+
+
+def _llava() -> Zoo:
+    def batch(images: Any) -> Batch:
+        return {name: x for name, x in common.batch(images).items() if name != "position_ids"}
+
+    def pictures(prompts: Any, together: Batch, row: int) -> Batch:
+        first = sum(prompts[:row])
+        return {"pixel_values": together["pixel_values"][first : first + prompts[row]]}
+
+    def one_picture(image: Image.Image) -> Batch:
+        text = "user : <image> what shape assistant :"
+        return dict(llava_processor(grid=common.GRID)(images=image, text=text, return_tensors="pt"))
+
+    prompts = {"one": (1,), "padded": (1, 2)}
+    return Zoo(
+        "llava", lambda attention: common.small_llava(attention=attention), batch, prompts, (common.IMAGE,),
+        one_picture, PATCH, per_picture=pictures,
+    )  # fmt: skip
 
 
 def _qwen(name: str) -> Zoo:
@@ -182,6 +203,7 @@ def _video_llava() -> Zoo:
 
 
 FAMILIES = [
+    _llava(),
     *(_anyres(name) for name in anyres_models.CLASSES),
     *(_qwen(name) for name in qwen_models.CLASSES),
     *(_tiles(name) for name in ("internvl", "idefics3")),
