@@ -16,7 +16,7 @@ from dart_lab.vlm.families import family_of
 from dart_lab.vlm.layout import PATCH, VisualTokens
 from dart_lab.vlm.locate import layout
 from tests.vlm.families.anyres_models import picture
-from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
+from tests.vlm.families.zoo import FAMILIES, VIDEO_LLAVA, VIDEOS, Zoo
 
 SIZES = [(1, 1), (3, 60), (60, 3), (120, 6), (32, 32), (33, 32), (48, 16), (30, 20), (97, 61), (200, 150)]
 PROBES = 14
@@ -68,7 +68,7 @@ def near(sample: VisualTokens, painted: tuple[int, ...], kind: Zoo, size: tuple[
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", FAMILIES, ids=str)
+@pytest.mark.parametrize("kind", [*FAMILIES, VIDEO_LLAVA], ids=str)
 def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size: tuple[int, int]) -> None:
     model = without_mixing(kind.model("sdpa"))
     image = picture(size, seed=7)

@@ -208,7 +208,8 @@ FAMILIES = [
     *(_qwen(name) for name in qwen_models.CLASSES),
     *(_tiles(name) for name in ("internvl", "idefics3")),
 ]
+VIDEO_LLAVA = _video_llava()
 VIDEOS = [  # with pictures between them
-    *(_qwen_video(name) for name in qwen_models.CLASSES), _video_llava(), _onevision_video(),
+    *(_qwen_video(name) for name in qwen_models.CLASSES), VIDEO_LLAVA, _onevision_video(),
 ]  # fmt: skip
 SMOLVLM = _tiles("smolvlm")  # Idefics3 under another name: not every test over again
