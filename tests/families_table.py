@@ -20,12 +20,15 @@ FEATURES = {
     "test_dropping_equals_masking": "dropping = masking",
     "test_other_kernels_drop_as_sdpa": "same as SDPA",
     "test_keeping_all_is_bit_identical": "keep all: same bits",
+    "test_keeping_all_is_bit_identical_and_nothing_is_left_on_the_model": "keep all: same bits, sdpa",
     "test_a_row_of_a_batch_answers_as_alone": "row = alone",
     "test_greedy_decoding_equals_a_recompute_without_cache": "cache = none",
     "test_beam_scores_equal_teacher_forcing": "beams",
+    "test_beams_share_the_choice_of_their_prompt": "beams",
     "test_painting_under_a_box_moves_its_token_and_no_distant_one": "pixel boxes",
     "test_painting_in_a_frame_moves_the_tokens_of_that_frame_alone": "video frames",
     "test_dropping_equals_feeding_the_short_prompt": "in front of the decoder",
+    "test_dropping_in_front_equals_feeding_the_short_prompt": "in front of the decoder",
     "test_dropping_before_the_language_model_equals_masking_everywhere": "in front of the decoder",
 }
 METHODS = "test_every_method_runs_or_says_in_a_line_why_not"
@@ -38,9 +41,13 @@ Written by `python -m tests.families_table > docs/families.md` from the tests th
 A cell says what came of how many tests: {PASSED} they passed; {REFUSED}: a line says why it cannot be; {NONE}: there
 is no test of it for this kind of model. Models are small and random, of the real classes; flash is an emulation with
 FlashAttention's calling rules, flex is FlexAttention without its compiler; where no kernel is named, it is SDPA.
-SmolVLM is Idefics3 under another name.
+SmolVLM is Idefics3 under another name; MiniCPM-V, whose code is remote, has a stand-in with the same structure.
 
 ## Kernels and features
+
+"""
+REASONS = """
+## Reasons
 
 """
 BETWEEN = """
@@ -59,6 +66,7 @@ class Outcomes:
     def __init__(self) -> None:
         self.cells: dict[str, Cell] = {}
         self.results: dict[Cell, list[str]] = defaultdict(list)
+        self.reasons: dict[tuple[str, str], list[str]] = defaultdict(list)  # method and reason → kinds of model
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         for item in items:
@@ -70,14 +78,17 @@ class Outcomes:
         cell = self.cells.get(report.nodeid)
         if cell is None or (report.when != "call" and report.passed):
             return
-        refused = "refused" in dict(report.user_properties)
-        self.results[cell].append(FAILED if not report.passed else REFUSED if refused else PASSED)
+        reason = dict(report.user_properties).get("refused")
+        if reason is not None:
+            self.reasons[cell[2], str(reason)].append(cell[0])
+        self.results[cell].append(FAILED if not report.passed else PASSED if reason is None else REFUSED)
 
 
 def cell_of(item: pytest.Item) -> Cell | None:
     """Where a test belongs on the page, from its parameters; None: nowhere."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
-    kind, name = parameters.get("kind"), getattr(item, "originalname", "")
+    kind = parameters.get("kind", getattr(getattr(item, "module", None), "KIND", None))
+    name = getattr(item, "originalname", "")
     if kind is None:
         return None
     if name == METHODS:
@@ -99,7 +110,7 @@ def run(*options: str) -> Outcomes:
     return outcomes
 
 
-def page(results: dict[Cell, list[str]]) -> str:
+def page(results: dict[Cell, list[str]], reasons: dict[tuple[str, str], list[str]]) -> str:
     """The page in Markdown."""
     kinds = list(dict.fromkeys(kind for kind, _, _ in results))
     order = list(dict.fromkeys(FEATURES.values()))
@@ -109,7 +120,9 @@ def page(results: dict[Cell, list[str]]) -> str:
     asked = [kind for kind in kinds if any(cell[:2] == (kind, METHOD) for cell in results)]
     first = [[kind, *(shown(results.get((kind, FEATURE, name), [])) for name in features)] for kind in kinds]
     second = [[f"`{name}`", *(shown(results.get((kind, METHOD, name), [])) for kind in asked)] for name in methods]
-    return HEAD + table(["model", *features], first) + BETWEEN + table(["method", *asked], second)
+    said = "".join(f"* `{name}` on {', '.join(on)}: {why}\n" for (name, why), on in sorted(reasons.items()))
+    tables = HEAD + table(["model", *features], first) + BETWEEN + table(["method", *asked], second)
+    return tables + REASONS + said
 
 
 def shown(outcomes: Sequence[str]) -> str:
@@ -133,11 +146,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def main(words: Sequence[str]) -> int:
     """Print the page, or with `--cells` what it would have cells for; 1 if a test failed."""
     if "--cells" in words:
-        print(page({cell: [PASSED] for cell in run("--collect-only", "-qq").cells.values()}))
+        print(page({cell: [PASSED] for cell in run("--collect-only", "-qq").cells.values()}, {}))
         return 0
-    results = run("-p", "no:xdist").results
-    print(page(results), end="")
-    return int(any(FAILED in outcomes for outcomes in results.values()))
+    outcomes = run("-p", "no:xdist")
+    print(page(outcomes.results, outcomes.reasons), end="")
+    return int(any(FAILED in cell for cell in outcomes.results.values()))
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from tests.vlm.families.minicpm_models import (
 PROMPTS = [[(2, 3)], [(0, 0), (1, 2)], []]
 CROPS = [[7], [1, 3], []]
 STEPS = 6
+KIND = "minicpm-v (stand-in)"  # its name on docs/families.md
 METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
 
 
