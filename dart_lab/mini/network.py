@@ -79,10 +79,11 @@ class Packed:
         itself = torch.eye(length, dtype=torch.bool)
         return (causal & ((key == -1) | (key == query)) & (key != -2) | itself)[:, None]
 
-    def positions(self, visual: int) -> Tensor:
-        """(batch, length) position ids."""
-        lead = torch.arange(len(self.before) + visual).expand(len(self.ids), -1)
-        return torch.cat([lead, self.place + lead.shape[1]], dim=1)
+    def positions(self, visual: Tensor, whole: int) -> Tensor:
+        """(batch, length) position ids; visual tokens ``visual`` (batch, shown) of ``whole`` keep their places."""
+        start = len(self.before)
+        lead = torch.arange(start).expand(len(self.ids), -1)
+        return torch.cat([lead, start + visual, start + whole + self.place], dim=1)
 
 
 class MiniNetwork(nn.Module):
@@ -118,13 +119,18 @@ class MiniNetwork(nn.Module):
         """(batch, 3, side, side), normalised -> (batch, patches, vision width): what the projector reads."""
         return self.frozen[0](pixels, output_hidden_states=True).hidden_states[FEATURES_AT][:, 1:]
 
-    def answer(self, features: Tensor, packed: Packed) -> Tensor:
-        """Logits (scored, vocabulary) at the places where ``packed.target`` is set, in their order."""
+    def answer(self, features: Tensor, packed: Packed, shown: Tensor | None = None, whole: int | None = None) -> Tensor:
+        """Logits (scored, vocabulary) at the places where ``packed.target`` is set, in their order.
+
+        Where ``features`` are those of a part of a picture's ``whole`` tokens, ``shown`` (batch, tokens) says which.
+        """
         visual = features.shape[1]
+        if shown is None or whole is None:
+            shown, whole = torch.arange(visual).expand(len(features), -1), visual
         before = self.embedding[packed.before].expand(len(features), -1, -1)
         states = torch.cat([before, self.projector(features), self.embedding[packed.ids]], dim=1)
         out = self.frozen[1](
-            inputs_embeds=states, attention_mask=packed.mask(visual), position_ids=packed.positions(visual),
+            inputs_embeds=states, attention_mask=packed.mask(visual), position_ids=packed.positions(shown, whole),
             use_cache=False,
         ).last_hidden_state  # fmt: skip
         return F.linear(out[:, -packed.ids.shape[1] :][packed.target >= 0], self.embedding)

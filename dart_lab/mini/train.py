@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,7 +52,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that shapes a run but its seed: pictures an update, questions a picture, and the phases."""
+    """All that shapes a run but its seed: pictures an update, questions a picture, and the phases.
+
+    With ``half`` matrix products and attention run in bfloat16; weights, norms and the loss stay in float32.
+    """
 
     phases: tuple[Phase, ...] = (
         Phase(168, 168, 480, 2e-3, 2e-3, shown=0.6),
@@ -65,9 +68,14 @@ class Recipe:
     warmup: int = 20
     clip: float = 1.0
     projector_share: float = 0.4  # of the learning rate, for the projector
+    half: bool = False
 
 
 MINI = Recipe()
+# Goes on from the exported weights of MINI, with fresh moments; another seed gives it other pictures
+MORE = Recipe(
+    phases=(Phase(336, 336, 500, 1.5e-3, 8e-4, shown=0.25), Phase(336, 336, 150, 8e-4, 5e-5, shown=0.5)), half=True
+)
 
 
 @dataclass
@@ -125,9 +133,23 @@ class Adam:
         return float(norm)
 
 
-def loss_of(network: MiniNetwork, features: Tensor, packed: Packed) -> tuple[Tensor, list[list[bool]]]:
-    """Mean loss of the answers' tokens, and whether every question's answer is exactly right."""
-    logits, wanted = network.answer(features, packed), packed.target[packed.target >= 0]
+def half_precision(wanted: bool) -> torch.autocast:
+    """A context in which matrix products and attention run in bfloat16, or nothing changes."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=wanted)
+
+
+def loss_of(
+    network: MiniNetwork, features: Tensor, packed: Packed, shown: Tensor | None = None
+) -> tuple[Tensor, list[list[bool]]]:
+    """Mean loss of the answers' tokens, and whether every question's answer is exactly right.
+
+    The language model sees all visual tokens, or only ``shown`` (batch, tokens) of them, at their original positions.
+    """
+    whole = None
+    if shown is not None:
+        whole = features.shape[1]
+        features = features.gather(1, shown[:, :, None].expand(-1, -1, features.shape[2]))
+    logits, wanted = network.answer(features, packed, shown, whole), packed.target[packed.target >= 0]
     right = torch.ones_like(packed.target, dtype=torch.bool)
     right[packed.target >= 0] = logits.argmax(-1) == wanted
     answers = [
@@ -137,14 +159,12 @@ def loss_of(network: MiniNetwork, features: Tensor, packed: Packed) -> tuple[Ten
     return F.cross_entropy(logits, wanted), answers
 
 
-def some(features: Tensor, share: float, rng: np.random.Generator) -> Tensor:
-    """A share of the tokens (batch, tokens, width) of every picture, drawn evenly, in their order."""
+def some(pictures: int, tokens: int, share: float, rng: np.random.Generator) -> Tensor | None:
+    """A share of the tokens of every picture (pictures, shown), drawn evenly, ascending; None: all."""
     if share == 1:
-        return features
-    tokens = features.shape[1]
+        return None
     wanted = max(1, round(share * tokens))
-    kept = np.sort(np.stack([rng.permutation(tokens)[:wanted] for _ in range(len(features))]))
-    return features.gather(1, torch.from_numpy(kept)[:, :, None].expand(-1, -1, features.shape[2]))
+    return torch.from_numpy(np.sort(np.stack([rng.permutation(tokens)[:wanted] for _ in range(pictures)])))
 
 
 def save(out: Path, optimizer: Adam, progress: Progress, seed: int) -> None:
@@ -174,7 +194,14 @@ def resume(out: Path, optimizer: Adam, seed: int) -> Progress | None:
 
 
 def train(
-    model: Any, tokenizer: Any, out: Path, *, seed: int = 0, recipe: Recipe = MINI, stop_after: int | None = None
+    model: Any,
+    tokenizer: Any,
+    out: Path,
+    *,
+    seed: int = 0,
+    recipe: Recipe = MINI,
+    begin: Path | None = None,
+    stop_after: int | None = None,
 ) -> MiniNetwork:
     """Run or resume a training in the folder ``out``; with ``stop_after`` only up to so many updates.
 
@@ -184,6 +211,7 @@ def train(
         out: folder of the run's checkpoint.
         seed: seed of weights and pictures.
         recipe: what is done.
+        begin: weights to begin with, as `dart_lab.mini.export` wrote them; None: the fit of `start`.
         stop_after: number of updates after which to stop, counted from the start of the run.
 
     Raises:
@@ -191,23 +219,27 @@ def train(
     """
     out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(seed)
-    network = MiniNetwork(model)
+    network = MiniNetwork(model, torch.bfloat16 if recipe.half else torch.float32)
     optimizer = Adam(network, recipe)
     progress = resume(out, optimizer, seed)
     began = saved = time.monotonic()
     if progress is None:
-        found = start.fit(network, tokenizer, _rng(seed, 0, 0))
-        print("start of the projector, variance left:", found, f"{time.monotonic() - began:.0f} s", flush=True)
-        network.zero_grad()
+        if begin is None:
+            found = start.fit(network, tokenizer, _rng(seed, 0, 0))
+            print("start of the projector, variance left:", found, f"{time.monotonic() - began:.0f} s", flush=True)
+            network.zero_grad()
+        else:
+            network.load_state_dict(load_file(begin))
         progress = Progress()
         save(out, optimizer, progress, seed)
     while progress.phase < len(recipe.phases) and progress.updates != stop_after:
         phase = recipe.phases[progress.phase]
         rng = _rng(seed, progress.phase + 1, progress.step)
         drawn = data.draw(rng, recipe.pictures, recipe.questions, phase.window)
-        features = network.look(data.pixels_of([picture.image for picture, _ in drawn], phase.side))
-        features = some(features, phase.shown, rng)
-        loss, right = loss_of(network, features, data.pack(tokenizer, [asked for _, asked in drawn]))
+        with half_precision(recipe.half):
+            features = network.look(data.pixels_of([picture.image for picture, _ in drawn], phase.side)).float()
+            shown = some(len(features), features.shape[1], phase.shown, rng)
+            loss, right = loss_of(network, features, data.pack(tokenizer, [asked for _, asked in drawn]), shown)
         loss.backward()
         lr = phase.lr + (phase.lr_end - phase.lr) * progress.step / phase.steps
         progress.updates += 1
@@ -221,9 +253,9 @@ def train(
         progress.note(log)
         progress.step += 1
         if progress.step % LOG_STEPS == 0:
-            shown = " ".join(f"{name} {value:.3f}" for name, value in progress.averages.items())
+            averages = " ".join(f"{name} {value:.3f}" for name, value in progress.averages.items())
             at = f"phase {progress.phase} step {progress.step}/{phase.steps} {time.monotonic() - began:.0f} s"
-            print(at, shown, flush=True)
+            print(at, averages, flush=True)
         if progress.step == phase.steps:
             progress.phase, progress.step, progress.averages = progress.phase + 1, 0, {}
         if time.monotonic() - saved > SAVE_SECONDS:
@@ -242,6 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the projector and the adapters of mini on the drawn world.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and pictures (default 0)")
+    parser.add_argument("--more", type=Path, metavar="WEIGHTS", help="go on from exported weights by the recipe MORE")
     arguments = parser.parse_args()
     from tokenizers import Tokenizer
     from transformers import AutoModelForImageTextToText
@@ -252,7 +285,8 @@ def main() -> None:
         put_together(parts, wheel_folder(cache_folder()), untrained_projector(), echo=print)
     model = AutoModelForImageTextToText.from_pretrained(parts, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(parts / "tokenizer.json"))
-    train(model, tokenizer, arguments.out, seed=arguments.seed)
+    recipe = MINI if arguments.more is None else MORE
+    train(model, tokenizer, arguments.out, seed=arguments.seed, recipe=recipe, begin=arguments.more)
 
 
 if __name__ == "__main__":

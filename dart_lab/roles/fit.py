@@ -18,16 +18,12 @@ from dart_lab.roles.histogram import Histogram
 from dart_lab.roles.identity import identity_of
 from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK
 from dart_lab.roles.lens import nearest_ids
-from dart_lab.roles.pool import Pool, Survey, blocks, survey
+from dart_lab.roles.pool import Pool, Survey, blocks, reference_mean, survey
 from dart_lab.roles.rolebook import Rolebook, vocabulary
-from dart_lab.roles.sinks import NormCut, SinkChannels, energy_share, norm_cut, sink_channels, sink_layers
-from dart_lab.vlm.states import text_states
+from dart_lab.roles.sinks import NormCut, norm_cut
+from dart_lab.roles.text_sinks import find_text_sinks
 
 NORM_BIN, SIMILAR_BIN = 0.02, 0.005  # widths: natural logarithm of the norm, and foreign similarity
-SUBJECTS = ("the cat", "a red house", "my old friend", "the number seven", "water", "this picture", "nobody", "the sun")
-PREDICATES = ("is on the left", "was found", "has two sides", "will come back", "looks blue", "costs nothing",
-              "and the other one", "in the morning")  # fmt: skip
-DELIMITERS = (".", "\n")
 APART = 0.5  # silhouette that two clusters of dead vectors must reach
 SAME_VECTOR = 1e-2  # distance on the unit sphere below which vectors are copies (they are stored in half precision)
 
@@ -37,10 +33,15 @@ class Fit:
     """Parameters of a fit, all with the defaults that the definitions state.
 
     Attributes:
-        energy: share of a token's energy on one sink channel that makes a spike. Default 0.10.
+        energy: share of a token's energy on one sink channel that makes a spike; higher where ordinary text reaches it,
+            see `find_text_sinks`. Default 0.10.
+        floor: least |x| of a massive activation (2402.17762). Default 100.
+        times_median: least multiple of the layer's median |x| that is one. Default 1000.
         often: share of the layers in which it must spike. Default 0.5.
         upto: the deepest layer looked at, as a share of the depth. Default 0.6.
         distinct: a sink channel's median size on `<bos>` and delimiters over that on other text. Default 1.5.
+        centred: subtract the mean vector of the reference pictures before tokens are compared, so that a direction
+            common to all of them does not hide how they differ. Default False, as the papers.
         least_dead: a group of fewer tokens than this share is not called dead. Default 0.02.
         least_similar: mean foreign similarity that the dead group must reach; below it, tokens resemble each other but
             are not the same everywhere. Default 0.8.
@@ -54,9 +55,12 @@ class Fit:
     """
 
     energy: float = 0.10
+    floor: float = 100.0
+    times_median: float = 1000.0
     often: float = 0.5
     upto: float = 0.6
     distinct: float = 1.5
+    centred: bool = False
     least_dead: float = 0.02
     least_similar: float = 0.8
     least_depth: float = 0.3
@@ -87,17 +91,17 @@ def fit_rolebook(
     how = how or Fit()
     check_writable(out.parent)
     check_targets([out])
-    identity, depth = identity_of(vlm), vlm.depth
-    layers = tuple(sink_layers(depth, upto=how.upto))
-    channels, why = find_channels(vlm, how)
-    chosen = Survey(channels=channels.channels, layers=layers, energy=how.energy, references=how.references,
-                    stored=how.stored, seed=seed, batch=batch)  # fmt: skip
+    identity = identity_of(vlm)
+    spikes = find_text_sinks(vlm, how)
+    chosen = Survey(channels=spikes.channels, layers=spikes.layers, energy=spikes.energy, centred=how.centred,
+                    references=how.references, stored=how.stored, seed=seed, batch=batch)  # fmt: skip
     work = out.with_name(out.name + ".work")
     skipped = survey(vlm, pool, chosen, work, identity, progress=progress)
     labels = _Labels(work, how, chosen)
     centroids, evidence = labels.cluster(seed)
-    evidence["why"][LLM_SINK] = why
-    table = vocabulary(vlm)
+    evidence["why"][LLM_SINK] = spikes.why
+    evidence["text sinks"] = spikes.profile
+    table = vocabulary(vlm, centred=how.centred)
     words = {
         role: nearest_ids(rows, table.to(rows.device), k=1).ids[:, 0].unique().tolist()
         for role, rows in centroids.items()
@@ -107,47 +111,14 @@ def fit_rolebook(
         identity=identity,
         pool={"name": pool.name, "pictures": counted, "tokens": labels.tokens, "details": dict(pool.details),
               "seed": seed, "skipped": skipped, **vars(how)},
-        vit_cut=labels.vit.cut, channels=channels.channels, layers=layers, energy=how.energy, often=how.often,
-        dead_cut=labels.dead_cut, dead_cosine=labels.dead_cosine, centroids=centroids, words=words,
+        vit_cut=labels.vit.cut, channels=spikes.channels, layers=spikes.layers, energy=spikes.energy, often=how.often,
+        dead_cut=labels.dead_cut, dead_cosine=labels.dead_cosine, centroids=centroids,
+        mean=reference_mean(work) if how.centred else None, words=words,
         prevalence=prevalence, evidence=evidence,
     )  # fmt: skip
     book.save(out)
     shutil.rmtree(work)
     return book
-
-
-def find_channels(vlm: Any, how: Fit) -> tuple[SinkChannels, str]:
-    """The sink channels of a language model from text alone, and the evidence in words.
-
-    A channel must spike on `<bos>` or a delimiter, and be `distinct` times as large there as on the other tokens.
-    """
-    tokenizer, depth = vlm.processor.tokenizer, vlm.depth
-    layers = range(min(2, depth - 1), max(depth - 1, min(2, depth - 1) + 1))
-    texts = [f"{subject} {predicate}.\n" for subject in SUBJECTS for predicate in PREDICATES]
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    marks = {
-        number for mark in DELIMITERS for number in tokenizer(mark, add_special_tokens=False)["input_ids"]
-    } - {tokenizer.unk_token_id}  # fmt: skip
-    rows = [start + tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    states = text_states(vlm, rows, list(layers))
-    special = [torch.tensor([place == 0 or number in marks for place, number in enumerate(row)]) for row in rows]
-    at = torch.cat([one[:, mask] for one, mask in zip(states, special, strict=True)], dim=1)
-    off = torch.cat([one[:, ~mask] for one, mask in zip(states, special, strict=True)], dim=1)
-    found = sink_channels(at, share=how.energy, layers=how.often)
-    keep = [c for c in found.channels if _distinct(at, off, c, how)]
-    where = f"{len(layers)} layers, {at.shape[1]} tokens at <bos> and delimiters of {len(texts)} texts"
-    if not keep:
-        said = f"no channel is large at <bos> and delimiters alone ({where}); no LLM sink is told"
-        return SinkChannels(channels=(), rule="none"), said
-    return SinkChannels(channels=tuple(keep), rule=found.rule), f"channels {keep} spike ({found.rule} rule; {where})"
-
-
-def _distinct(at: Tensor, off: Tensor, channel: int, how: Fit) -> bool:
-    """Whether a channel is larger where it spikes than on ordinary text, by the medians."""
-    spiking = (energy_share(at, (channel,)) >= how.energy).float().mean(dim=0) >= how.often
-    if not bool(spiking.any()) or not off.shape[1]:
-        return bool(spiking.any())
-    return bool(at[:, spiking, channel].abs().median() > how.distinct * off[:, :, channel].abs().median())
 
 
 class _Labels:
@@ -201,7 +172,9 @@ class _Labels:
         if cut is None or self.depths[self.main] < how.least_depth:
             middle = histogram.quantile(0.5)
             kind = "all" if middle >= how.least_similar else "none"
-            doubt = ", unless a direction common to all tokens hides how they differ" if kind == "all" else ""
+            doubt = ""
+            if kind == "all" and not how.centred:
+                doubt = ", unless a direction common to all tokens hides how they differ (Fit.centred)"
             self.dead_why = f"one group of foreign similarities (valley {self.depths[self.main]:.2f} deep) " \
                             f"around {middle:.2f}: {kind} are dead{doubt}"  # fmt: skip
             return float(centre[0] - histogram.width) if kind == "all" else None
@@ -354,4 +327,4 @@ def _plain(histogram: Histogram) -> dict[str, Any]:
             "counts": [histogram.counts.get(number, 0) for number in range(low, high + 1)]}  # fmt: skip
 
 
-__all__ = ["Fit", "find_channels", "fit_rolebook"]
+__all__ = ["Fit", "fit_rolebook"]

@@ -89,6 +89,7 @@ class Survey:
     Attributes:
         channels, layers: sink channels of the language model and the layers whose inputs are looked at.
         energy: share of a token's energy on a sink channel that makes a spike.
+        centred: subtract the mean of the reference tokens before tokens are compared.
         references: pictures that others are compared with.
         shares: shares of the references that must repeat a token; the second is the one that labels.
         stored: vectors kept for clustering, in all, from every picture alike.
@@ -102,6 +103,7 @@ class Survey:
     channels: tuple[int, ...]
     layers: tuple[int, ...]
     energy: float
+    centred: bool = False
     references: int = 32
     shares: tuple[float, ...] = (0.1, 0.2, 0.4)
     stored: int = 20_000
@@ -135,11 +137,13 @@ def survey(vlm: Any, pool: Pool, how: Survey, work: Path, identity: Mapping[str,
         raise DartLabError(f"{work} holds the work of another model, pool or setting; give another --out or delete it")
     write_files({work / PLAN: plan.encode()})
     table, owner = _references(vlm, pool, how, work)
+    mean = reference_mean(work).to(table.device) if how.centred else torch.zeros_like(table[0])
     starts = range(0, len(pool), how.block)
     for start in tqdm(starts, desc="pool", unit="block", disable=not progress):
         path = work / f"block-{start // how.block:05d}.npz"
         if not path.is_file():
-            write_files({path: _block(vlm, pool, how, range(start, min(start + how.block, len(pool))), table, owner)})
+            numbers = range(start, min(start + how.block, len(pool)))
+            write_files({path: _block(vlm, pool, how, numbers, table, owner, mean)})
     return [str(line) for block in blocks(work) for line in block["skipped"]]
 
 
@@ -175,6 +179,13 @@ def _references(vlm: Any, pool: Pool, how: Survey, work: Path) -> tuple[Tensor, 
     return held["table"].to(vlm.model.device), held["owner"].to(vlm.model.device)
 
 
+def reference_mean(work: Path) -> Tensor:
+    """`(channels,)` the mean of the reference tokens of a survey that has begun."""
+    from safetensors.torch import load_file
+
+    return load_file(work / REFERENCES)["table"].mean(dim=0)
+
+
 def _states(
     vlm: Any, pool: Pool, how: Survey, numbers: Sequence[int], *, layers: bool
 ) -> tuple[list[tuple[int, VisualStates]], list[str]]:
@@ -198,7 +209,7 @@ def _states(
     return good, skipped
 
 
-def _block(vlm: Any, pool: Pool, how: Survey, numbers: range, table: Tensor, owner: Tensor) -> bytes:
+def _block(vlm: Any, pool: Pool, how: Survey, numbers: range, table: Tensor, owner: Tensor, mean: Tensor) -> bytes:
     """The file of one block, as bytes."""
     columns: dict[str, list[np.ndarray]] = {
         name: [] for name in ("image", "norm", "spikes", "similar", "row", "fair", "vector")
@@ -211,8 +222,8 @@ def _block(vlm: Any, pool: Pool, how: Survey, numbers: range, table: Tensor, own
         found, left = _states(vlm, pool, how, batch, layers=True)
         skipped += left
         for number, one in found:
-            n = len(one.embeds)
-            similar = foreign_similarity(one.embeds, table, owner, number, shares=how.shares).cpu().numpy()
+            n, embeds = len(one.embeds), one.embeds.float() - mean
+            similar = foreign_similarity(embeds, table - mean, owner, number, shares=how.shares).cpu().numpy()
             norm = np.full(n, np.nan, np.float32)
             if one.vision is not None:
                 norm = one.vision.float().norm(dim=-1).cpu().numpy()
@@ -221,7 +232,7 @@ def _block(vlm: Any, pool: Pool, how: Survey, numbers: range, table: Tensor, own
                 states = torch.stack([one.layers[layer] for layer in how.layers])
                 spikes = (energy_share(states, how.channels) >= how.energy).float().mean(dim=0).cpu().numpy()
             chosen, fair = _stored(norm, spikes, each, how, number)
-            vector = torch.nn.functional.normalize(one.embeds[chosen].float(), dim=-1).cpu().numpy()
+            vector = torch.nn.functional.normalize(embeds[chosen], dim=-1).cpu().numpy()
             values = {
                 "image": np.full(n, number, np.int32), "norm": norm, "spikes": spikes, "similar": similar,
                 "row": chosen.astype(np.int64) + rows, "fair": fair, "vector": vector.astype(np.float16),

@@ -20,8 +20,8 @@ from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, TokenR
 from dart_lab.roles.rules import Definition, check_definition, flags_of
 from dart_lab.vlm.states import VisualStates, visual_states
 
-FORMAT = 1  # counts up when a book's content changes its meaning
-_META = "rolebook"
+FORMAT = 2  # counts up when a book's content changes its meaning
+_META, _MEAN = "rolebook", "mean"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -38,8 +38,9 @@ class Rolebook:
         often: share of `layers` in which it must spike.
         dead_cut: foreign similarity that separates dead tokens of the pool; None: there are none.
         dead_cosine: cosine to the nearest dead centroid from which a token is dead; None: there are none.
-        centroids: role → `(k, channels)` unit vectors in the space that enters decoder layer 0; a role that was not
-            found has none.
+        centroids: role → `(k, channels)` unit vectors in the space that enters decoder layer 0, or in that space less
+            `mean`; a role that was not found has none.
+        mean: `(channels,)` what is subtracted before tokens are compared; None: nothing (`Fit.centred`).
         words: role → the vocabulary id nearest to each of its centroids.
         prevalence: role → value, low, high: share of the pool's tokens by primary role, 95 % over pictures.
         evidence: why the cuts are where they are: sentences, precision and recall of the rules that need no run of the
@@ -60,6 +61,7 @@ class Rolebook:
     words: Mapping[str, list[int]]
     prevalence: Mapping[str, Mapping[str, float]]
     evidence: Mapping[str, Any] = field(default_factory=dict)
+    mean: Tensor | None = None
     table: Tensor | None = field(default=None, repr=False)
 
     def assign(
@@ -103,7 +105,11 @@ class Rolebook:
 
     def with_table(self, vlm: Any) -> Rolebook:
         """The same book with the model's vocabulary at hand, which the rule "lens" compares with."""
-        return dataclasses.replace(self, table=vocabulary(vlm))
+        return dataclasses.replace(self, table=vocabulary(vlm, centred=self.mean is not None))
+
+    def centre(self, embeds: Tensor) -> Tensor:
+        """Tokens `(n, channels)` in the space of the centroids, float32."""
+        return embeds.float() if self.mean is None else embeds.float() - self.mean.to(embeds.device)
 
     def save(self, path: str | Path) -> Path:
         """Write the book as one safetensors file: centroids as tensors, all else as JSON in its header.
@@ -115,6 +121,8 @@ class Rolebook:
 
         path = Path(path)
         tensors = {role: rows.contiguous() for role, rows in sorted(self.centroids.items())}
+        if self.mean is not None:
+            tensors[_MEAN] = self.mean.contiguous()
         if not tensors:
             tensors = {"none": torch.zeros(0)}
         write_files({path: save(tensors, {_META: json.dumps(self.facts(), ensure_ascii=False)})})
@@ -150,12 +158,17 @@ class Rolebook:
         return out
 
 
-def vocabulary(vlm: Any) -> Tensor:
-    """`(vocabulary, channels)` float32: the input embeddings; rows of special and unused tokens are zero."""
+def vocabulary(vlm: Any, *, centred: bool = False) -> Tensor:
+    """`(vocabulary, channels)` float32: the input embeddings, `centred` less their mean; special and unused rows are
+    zero.
+    """
     table: Tensor = vlm.model.get_input_embeddings().weight.detach().float().clone()
     tokenizer = vlm.processor.tokenizer
     table[[number for number in tokenizer.all_special_ids if number < len(table)]] = 0
     table[len(tokenizer) :] = 0
+    if centred:
+        used = table.abs().amax(dim=1) > 0
+        table[used] -= table[used].mean(dim=0)
     return table
 
 
@@ -184,7 +197,8 @@ def load_rolebook(path: str | Path, vlm: Any | None = None) -> Rolebook:
         raise DartLabError(f"{path} was written by another version of dart-lab; fit it again")
     tensors.pop("none", None)
     facts |= {"channels": tuple(facts["channels"]), "layers": tuple(facts["layers"])}
-    book = Rolebook(centroids=tensors, **facts)
+    mean = tensors.pop(_MEAN, None)
+    book = Rolebook(centroids=tensors, mean=mean, **facts)
     if vlm is not None:
         check_identity(book, vlm, path)
     return book

@@ -77,7 +77,7 @@ def norm_top(book: Rolebook, states: VisualStates) -> Flagged:
 
 
 def energy(book: Rolebook, states: VisualStates) -> Flagged:
-    """A sink channel holds a tenth of the energy in half of the layers (a width-free form of Kang's rule)."""
+    """A sink channel holds `book.energy` of the energy in half of the layers (a width-free form of Kang's rule)."""
     if not book.channels:
         return _none(states)
     share = energy_share(_layers(book, states, "energy"), book.channels)
@@ -107,10 +107,11 @@ def dead_cosine(book: Rolebook, states: VisualStates) -> Flagged:
     """Nearer to a dead centroid than to an alive one, and near by the cosine that repeats the pool's labels best."""
     if book.dead_cosine is None or DEAD not in book.centroids:
         return _none(states)
-    dead = nearest_centroid(states.embeds, book.centroids[DEAD])[1]
+    tokens = book.centre(states.embeds)
+    dead = nearest_centroid(tokens, book.centroids[DEAD].to(tokens.device))[1]
     flag = dead >= book.dead_cosine
     if ALIVE in book.centroids:
-        flag &= dead > nearest_centroid(states.embeds, book.centroids[ALIVE])[1]
+        flag &= dead > nearest_centroid(tokens, book.centroids[ALIVE].to(tokens.device))[1]
     return flag, {"dead cosine": dead}
 
 
@@ -127,7 +128,7 @@ def _nearest(role: str) -> Rule:
             return _none(states)
         table = torch.cat([book.centroids[name] for name in names])
         owner = torch.cat([torch.full((len(book.centroids[name]),), place) for place, name in enumerate(names)])
-        found = nearest_centroid(states.embeds, table.to(states.embeds.device))[0]
+        found = nearest_centroid(book.centre(states.embeds), table.to(states.embeds.device))[0]
         return owner.to(found.device)[found] == names.index(role), {}
 
     rule.__doc__ = "The nearest of all centroids is one of this role (2608.04483)."
@@ -141,7 +142,7 @@ def _lens(role: str) -> Rule:
             raise DartLabError("rule 'lens' compares with the vocabulary; give the book's table: book.with_table(vlm)")
         if not book.words.get(role):
             return _none(states)
-        return nearest_ids(states.embeds, table, k=LENS_IDS).any_of(book.words[role]), {}
+        return nearest_ids(book.centre(states.embeds), table, k=LENS_IDS).any_of(book.words[role]), {}
 
     rule.__doc__ = "One of the 3 nearest vocabulary ids is a word of the role's centroids (EmbedLens, 2603.00510)."
     return rule

@@ -95,16 +95,24 @@ class SinkChannels:
 
 
 def sink_channels(
-    states: Tensor, *, floor: float = 100.0, times_median: float = 1000.0, share: float = 0.10, layers: float = 0.5
+    states: Tensor,
+    median: Tensor | None = None,
+    *,
+    floor: float = 100.0,
+    times_median: float = 1000.0,
+    share: float = 0.10,
+    layers: float = 0.5,
 ) -> SinkChannels:
     """Find sink channels from text alone: states of `<bos>` and delimiters, no picture.
 
-    A channel counts if on some of these tokens |x| > `floor` and |x| ≥ `times_median` × the median |x| of that token
-    (Sun et al. 2402.17762) in at least the share `layers` of the layers. If there is none: channels that hold at least
-    `share` of a token's energy x² in as many layers, a rule that does not depend on width or scale.
+    A channel counts if on some of these tokens |x| > `floor` and |x| ≥ `times_median` × the median |x| of the layer's
+    states (Sun et al. 2402.17762) in at least the share `layers` of the layers. If there is none: channels that hold at
+    least `share` of a token's energy x² in as many layers, a rule that does not depend on width or scale.
 
     Args:
         states: `(layers, tokens, channels)`, inputs of decoder layers 2 … L − 2 at `<bos>` and delimiters.
+        median: `(layers,)` median |x| of all tokens and channels of a layer. Default: that of the states given, which
+            is too large where most of them are sinks.
         floor: least absolute value. Default 100.
         times_median: least multiple of the median. Default 1000.
         share: least share of the energy. Default 0.10.
@@ -121,8 +129,9 @@ def sink_channels(
     if states.dim() != 3 or 0 in states.shape:
         raise DartLabError(f"states have shape {tuple(states.shape)}; expected (layers, tokens, channels), none empty")
     size = states.float().abs()
-    median = size.median(dim=-1, keepdim=True).values
-    massive = (size > floor) & (size >= times_median * median)
+    if median is None:
+        median = size.flatten(1).median(dim=1).values
+    massive = (size > floor) & (size >= times_median * median[:, None, None])
     energy = size.square() / size.square().sum(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     for rule, held in (("massive", massive), ("energy", energy >= share)):
         often = held.float().mean(dim=0) >= layers  # (tokens, channels)

@@ -18,7 +18,19 @@ from dart_lab.roles.labels import ROLES, TokenRoles, agreement, as_groups
 from dart_lab.roles.pool import Pool, open_pool
 from dart_lab.roles.rolebook import Rolebook, load_rolebook
 from dart_lab.roles.rules import EMBEDLENS_2026, RULES
-from tests.roles.planted import BOTH, CHANNEL, LLM, TOKENS, Plan, inputs_of, planted_pool, planted_vlm, truth
+from tests.roles.planted import (
+    BOTH,
+    CHANNEL,
+    LLM,
+    SIGN,
+    TOKENS,
+    WIDTH,
+    Plan,
+    inputs_of,
+    planted_pool,
+    planted_vlm,
+    truth,
+)
 
 SIZE = 40
 # with 32 channels, a tenth of the energy is nothing
@@ -66,6 +78,25 @@ def test_planted_roles_come_out_exactly(vlm: Any, tmp_path: Path, name: str) -> 
         for role in ROLES:
             assert np.array_equal(roles[role], truth(own, role)), role
     assert not list(tmp_path.glob("*.work"))
+
+
+def test_centring_shows_what_a_common_direction_hides(vlm: Any, tmp_path: Path) -> None:
+    """With one large vector added to every token all of them look alike; less their mean they do not."""
+    plan, projector = PLANS["one token a group"], dl.vlm.compat.projector(vlm.model)
+    common = 40 * torch.randn(WIDTH, generator=torch.Generator().manual_seed(1))
+    common[[CHANNEL, SIGN]] = 0.0
+    handle = projector.register_forward_hook(lambda module, args, output: output + common)
+    pool, codes = planted_pool(plan, SIZE)
+    try:
+        plain = fit_rolebook(vlm, pool, tmp_path / "plain", how=HOW)
+        book = fit_rolebook(vlm, pool, tmp_path / "book", how=dataclasses.replace(HOW, centred=True))
+        book = load_rolebook(tmp_path / "book", vlm)
+        roles = book.assign(vlm, inputs_of(vlm, [pool[0]]))[0]
+    finally:
+        handle.remove()
+    assert plain.prevalence["alive"]["value"] == 0 and "Fit.centred" in plain.evidence["why"]["dead"]
+    assert book.prevalence["dead"]["value"] == pytest.approx(plan.share("dead"), abs=1e-12)
+    assert np.array_equal(roles["dead"], truth(codes[0], "dead"))
 
 
 def test_overlapping_roles_keep_all_their_flags(vlm: Any, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dart_lab.errors import DartLabError
+from dart_lab.roles.fit import Fit
 from dart_lab.roles.histogram import Histogram
 from dart_lab.roles.sinks import (
     energy_share,
@@ -18,6 +21,7 @@ from dart_lab.roles.sinks import (
     spike_over_median,
     spike_over_rms,
 )
+from dart_lab.roles.text_sinks import TextSinks, find_text_sinks
 
 
 def histogram(*parts: np.ndarray, width: float = 0.02) -> Histogram:
@@ -122,3 +126,54 @@ def test_spike_over_median_uses_all_tokens() -> None:
 def test_the_window_of_layers(depth: int, expected: tuple[int, int]) -> None:
     window = sink_layers(depth)
     assert (window[0], window[-1]) == expected and window[-1] < depth
+
+
+class Speaker:
+    """A text model whose states are planted: `<bos>` spikes from layer 4, and channel 3 is large on every token."""
+
+    depth, processor = 20, None
+
+    def __init__(self, from_layer: int, height: float, common: float) -> None:
+        self.from_layer, self.height, self.common = from_layer, height, common
+        self.processor = SimpleNamespace(tokenizer=Words())
+
+    def states(self, rows: list[list[int]], layers: list[int]) -> list[torch.Tensor]:
+        out = []
+        for row in rows:
+            one = torch.randn(len(layers), len(row), 64, generator=torch.Generator().manual_seed(len(row)))
+            one[..., 3] = self.common
+            spiking = [number for number, layer in enumerate(layers) if layer >= self.from_layer]
+            one[spiking, 0, 3] = self.height
+            out.append(one)
+        return out
+
+
+class Words:
+    bos_token_id, unk_token_id = 0, 1
+
+    def __call__(self, text: str, add_special_tokens: bool = False) -> dict[str, list[int]]:
+        return {"input_ids": [2 + ord(letter) for letter in text]}
+
+
+def text_sinks(monkeypatch: pytest.MonkeyPatch, **planted: float) -> TextSinks:
+    speaker = Speaker(**planted)
+    monkeypatch.setattr("dart_lab.roles.text_sinks.text_states", lambda vlm, rows, layers: vlm.states(rows, layers))
+    return find_text_sinks(speaker, Fit())
+
+
+def test_text_tells_channels_layers_and_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = text_sinks(monkeypatch, from_layer=4, height=5000.0, common=0.1)
+    assert found.channels == (3,) and found.layers == tuple(range(4, 13)) and found.energy == 0.10
+
+
+def test_a_channel_that_is_large_everywhere_moves_the_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in SmolLM2: one channel holds half of every token's energy, and a hundred times more of `<bos>`'s."""
+    found = text_sinks(monkeypatch, from_layer=4, height=5000.0, common=8.0)
+    ordinary = 64 / (64 + 63)  # of a token's energy, about
+    assert found.channels == (3,) and found.energy == pytest.approx((1 + ordinary) / 2, abs=0.1)
+    assert "halfway" in found.why
+
+
+def test_a_channel_that_is_as_large_on_ordinary_text_is_no_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = text_sinks(monkeypatch, from_layer=4, height=5000.0, common=4900.0)
+    assert found.channels == () and "no LLM sink" in found.why and found.profile["channel"] == 3

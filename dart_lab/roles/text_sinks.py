@@ -1,0 +1,130 @@
+"""The sinks of a language model from text alone: on which channels they spike, in which layers, and how high."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dart_lab.roles.sinks import SinkChannels, energy_share, sink_channels, sink_layers
+from dart_lab.vlm.states import text_states
+
+if TYPE_CHECKING:
+    from dart_lab.roles.fit import Fit
+
+SUBJECTS = ("the cat", "a red house", "my old friend", "the number seven", "water", "this picture", "nobody", "the sun")
+PREDICATES = ("is on the left", "was found", "has two sides", "will come back", "looks blue", "costs nothing",
+              "and the other one", "in the morning")  # fmt: skip
+DELIMITERS = (".", "\n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSinks:
+    """What text says about the sinks of a language model.
+
+    Attributes:
+        channels: channels on which they spike; empty: they do not spike.
+        layers: the layers whose inputs tell a sink: those up to `Fit.upto` in which the sinks of text spike.
+        energy: the share of a token's energy on one of the channels from which it is a sink.
+        why: the evidence in words.
+        profile: the evidence in numbers, one a layer: `layers`, `median` |x| of all tokens, and on `channel` the median
+            |x| at `sinks` and the largest |x| on `ordinary` text.
+    """
+
+    channels: tuple[int, ...]
+    layers: tuple[int, ...]
+    energy: float
+    why: str
+    profile: dict[str, Any] = field(default_factory=dict)
+
+
+def find_text_sinks(vlm: Any, how: Fit) -> TextSinks:
+    """Find the sink channels on `<bos>` and delimiters of short texts.
+
+    A channel must spike there, and be `how.distinct` times as large as on the other tokens. Where ordinary text already
+    holds `how.energy` of its energy on the channels, the cut moves halfway from its largest token to the sinks.
+    """
+    tokenizer, depth = vlm.processor.tokenizer, vlm.depth
+    layers = range(min(2, depth - 1), max(depth - 1, min(2, depth - 1) + 1))
+    rows, special = _texts(tokenizer)
+    states = text_states(vlm, rows, list(layers))
+    at = torch.cat([one[:, mask] for one, mask in zip(states, special, strict=True)], dim=1)
+    off = torch.cat([one[:, ~mask] for one, mask in zip(states, special, strict=True)], dim=1)
+    median = torch.cat([at, off], dim=1).abs().flatten(1).median(dim=1).values
+    found = sink_channels(at, median, share=how.energy, layers=how.often)
+    kept = SinkChannels(
+        channels=tuple(c for c in found.channels if _distinct(at, off, median, c, found.rule, how)), rule=found.rule
+    )
+    window = tuple(sink_layers(depth, upto=how.upto))
+    where = f"{len(layers)} layers, {at.shape[1]} tokens at <bos> and delimiters of {len(rows)} texts"
+    if not kept.channels:
+        top = int(at.abs().amax(dim=(0, 1)).argmax())
+        why = f"no channel is large at <bos> and delimiters alone ({where}); no LLM sink is told"
+        return TextSinks(
+            channels=(), layers=window, energy=how.energy, why=why,
+            profile=_profile(layers, at.abs()[..., top].amax(dim=1), off, median, top),
+        )  # fmt: skip
+    held = _held(at, median, kept, how)  # (layers, tokens)
+    sinks = held.float().mean(dim=0) >= how.often
+    spiking = held[:, sinks].float().mean(dim=1) >= how.often
+    window = tuple(n for n, one in zip(layers, spiking.tolist(), strict=True) if one and n in window) or window
+    inside = [number - layers[0] for number in window]
+    energy, moved = _energy(at[inside][:, sinks], off[inside], kept.channels, how)
+    why = (
+        f"channels {list(kept.channels)} spike ({kept.rule} rule; {where}); "
+        f"seen in layers {window[0]} to {window[-1]}, from {energy:.2f} of a token's energy{moved}"
+    )
+    loudest = max(kept.channels, key=lambda c: float(at[:, sinks, c].abs().median()))
+    return TextSinks(
+        channels=kept.channels, layers=window, energy=energy, why=why,
+        profile=_profile(layers, at[:, sinks, loudest].abs().median(dim=1).values, off, median, loudest),
+    )  # fmt: skip
+
+
+def _texts(tokenizer: Any) -> tuple[list[list[int]], list[Tensor]]:
+    """Token ids of short texts, and which of them are `<bos>` or a delimiter."""
+    texts = [f"{subject} {predicate}.\n" for subject in SUBJECTS for predicate in PREDICATES]
+    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    marks = {
+        number for mark in DELIMITERS for number in tokenizer(mark, add_special_tokens=False)["input_ids"]
+    } - {tokenizer.unk_token_id}  # fmt: skip
+    rows = [start + tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return rows, [torch.tensor([place == 0 or number in marks for place, number in enumerate(row)]) for row in rows]
+
+
+def _held(states: Tensor, median: Tensor, found: SinkChannels, how: Fit) -> Tensor:
+    """`(layers, tokens)` bool: where one of the channels spikes, by the rule that found them."""
+    if found.rule == "energy":
+        return energy_share(states, found.channels) >= how.energy
+    size = states.abs()[..., list(found.channels)].amax(dim=-1)
+    return (size > how.floor) & (size >= how.times_median * median[:, None])
+
+
+def _distinct(at: Tensor, off: Tensor, median: Tensor, channel: int, rule: str, how: Fit) -> bool:
+    """Whether a channel is larger where it spikes than on ordinary text, by the medians."""
+    held = _held(at, median, SinkChannels(channels=(channel,), rule=rule), how)
+    sinks = held.float().mean(dim=0) >= how.often
+    if not bool(sinks.any()) or not off.shape[1]:
+        return bool(sinks.any())
+    held = held & sinks
+    layers = held.any(dim=1)
+    return bool(at[..., channel].abs()[held].median() > how.distinct * off[layers][..., channel].abs().median())
+
+
+def _energy(sinks: Tensor, ordinary: Tensor, channels: tuple[int, ...], how: Fit) -> tuple[float, str]:
+    """The cut of the energy share, and why it is not the default one."""
+    if not ordinary.shape[1]:
+        return how.energy, ""
+    most = float(energy_share(ordinary, channels).median(dim=0).values.max())
+    least = float(energy_share(sinks, channels).median())
+    if most < how.energy or least <= most:
+        return how.energy, ""
+    return (most + least) / 2, f", halfway between sinks ({least:.2f}) and the most on ordinary text ({most:.2f})"
+
+
+def _profile(layers: range, sinks: Tensor, off: Tensor, median: Tensor, channel: int) -> dict[str, Any]:
+    ordinary = off[..., channel].abs().amax(dim=1).tolist() if off.shape[1] else []
+    return {"channel": channel, "layers": list(layers), "sinks": sinks.tolist(), "ordinary": ordinary,
+            "median": median.tolist()}  # fmt: skip
