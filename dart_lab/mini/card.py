@@ -13,7 +13,7 @@ from dart_lab.mini.evaluate import ALL, NONE
 from dart_lab.mini.fetch import PARTS
 from dart_lab.mini.network import ADAPTED, ALPHA, RANK
 from dart_lab.mini.start import PICTURES, STEPS
-from dart_lab.mini.train import MINI, Recipe
+from dart_lab.mini.train import MINI, MORE, Recipe
 from dart_lab.tiny.card import table
 
 NAMES = {"exist": "existence", "attribute": "naming", "place": "position"}
@@ -61,8 +61,8 @@ def _limits(result: dict[str, Any]) -> str:
 """
 
 
-def write_card(result: dict[str, Any], recipe: Recipe = MINI) -> str:
-    """The text of the card; every number is from ``result``, the JSON of the evaluation, or from the recipe."""
+def write_card(result: dict[str, Any], recipe: Recipe = MINI, more: Recipe = MORE) -> str:
+    """The text of the card; every number is from ``result``, the JSON of the evaluation, or from the recipes."""
     parts = table(
         ("package on PyPI", "file", "sha256", "licence"),
         [[f"{part.package} {part.version}", part.member, part.sha256[:16] + "…", part.licence] for part in PARTS],
@@ -102,7 +102,7 @@ with its most frequent answer on other pictures; "no picture" is the model witho
   shape is the red object?", "where is the blue heart?" (a quarter of the picture). It was not taught relations,
   counting, cells, the text on plates or knowledge; on those families of `shapes` it may be at the blind floor.
 * Photographs were never shown to the projector: answers about them mean nothing.
-* It learnt for less than two hours on one CPU core, one seed; nothing is known about the spread between trainings.
+* It learnt for less than three hours on one CPU core, one seed; nothing is known about the spread between trainings.
 * Where a target is missed, the unpruned model is weak, and a comparison of pruning methods on it is a weak one.
 {_limits(result)}
 ## Training
@@ -117,8 +117,17 @@ has met missing tokens before; no choice was made by how a pruning method fares.
 
 {_recipe(recipe)}
 
-The numbers of updates were set while the run went on, from its training loss and the time at hand, in
-{sum(phase.steps for phase in recipe.phases)} updates in all; accuracy was still rising when it ended.
+The numbers of updates were set while the run went on, from its training loss and the time at hand,
+{sum(phase.steps for phase in recipe.phases)} in all. In that run the tokens that were shown stood at consecutive
+positions, so that a place in the picture could not be learnt from them.
+
+A second run, `python -m dart_lab.mini.train --out RUN --seed 1 --more WEIGHTS`, went on from the exported weights with
+fresh moments and other pictures, and showed tokens at their original positions, in bfloat16 but for weights, norms and
+loss:
+
+{_recipe(more)}
+
+{sum(phase.steps for phase in more.phases)} updates; accuracy was still rising when it ended.
 """
 
 

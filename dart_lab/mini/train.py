@@ -74,7 +74,12 @@ class Recipe:
 MINI = Recipe()
 # Goes on from the exported weights of MINI, with fresh moments; another seed gives it other pictures
 MORE = Recipe(
-    phases=(Phase(336, 336, 500, 1.5e-3, 8e-4, shown=0.25), Phase(336, 336, 150, 8e-4, 5e-5, shown=0.5)), half=True
+    phases=(
+        Phase(336, 336, 500, 1.5e-3, 8e-4, shown=0.25),
+        Phase(336, 336, 150, 8e-4, 5e-5, shown=0.5),
+        Phase(336, 336, 250, 1e-3, 5e-5, shown=0.5),
+    ),
+    half=True,
 )
 
 

@@ -12,17 +12,21 @@ import pytest
 import torch
 
 import dart_lab as dl
+from dart_lab.displays.rolebook import draw_evidence
+from dart_lab.displays.style import png_bytes
 from dart_lab.errors import DartLabError
 from dart_lab.roles.fit import Fit, fit_rolebook
 from dart_lab.roles.labels import ROLES, TokenRoles, agreement, as_groups
 from dart_lab.roles.pool import Pool, open_pool
 from dart_lab.roles.rolebook import Rolebook, load_rolebook
 from dart_lab.roles.rules import EMBEDLENS_2026, RULES
+from dart_lab.roles.stability import book_agreement
 from tests.roles.planted import (
     BOTH,
     CHANNEL,
     LLM,
     SIGN,
+    SPIKE,
     TOKENS,
     WIDTH,
     Plan,
@@ -247,3 +251,26 @@ def test_an_empty_pool_is_an_error(vlm: Any, tmp_path: Path) -> None:
 
     with pytest.raises(DartLabError, match="only 0 pictures"):
         fit_rolebook(vlm, Pool("broken", 4, broken, {}), tmp_path / "book", how=HOW)
+
+
+def test_books_of_other_pools_agree_on_planted_roles(vlm: Any, book: Rolebook, tmp_path: Path) -> None:
+    plan = PLANS["everything planted"]
+    other = fit_rolebook(vlm, planted_pool(plan, SIZE, seed=9)[0], tmp_path / "other", how=HOW, seed=3)
+    blind = dataclasses.replace(book, dead_cosine=None)
+    pool, codes = planted_pool(plan, 4, seed=5)
+    table = book_agreement(vlm, {"book": book, "other": other, "blind": blind}, pool)
+    found = table.set_index(["a", "b", "role"]).sort_index()
+    assert found.loc[("book", "other"), "kappa"].dropna().eq(1).all()  # NaN: no token is alive in this plan
+    assert found.loc[("book", "blind", "dead"), "kappa"] == 0  # one calls none so
+    assert found.loc[("book", "other", "dead"), "a share"] == np.mean([truth(own, "dead").mean() for own in codes])
+    with pytest.raises(DartLabError, match="two at least"):
+        book_agreement(vlm, {"book": book}, pool)
+
+
+def test_the_evidence_is_drawn(book: Rolebook) -> None:
+    figure = draw_evidence(book.facts())
+    norms, similar, spikes = figure.axes
+    assert norms.lines[0].get_xdata()[0] == pytest.approx(np.log(book.vit_cut))
+    assert similar.lines[0].get_xdata()[0] == book.dead_cut
+    assert spikes.get_title() == f"Channel {CHANNEL} on text alone" and max(spikes.lines[0].get_ydata()) == SPIKE
+    assert png_bytes(figure) == png_bytes(draw_evidence(book.facts()))
