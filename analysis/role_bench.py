@@ -31,7 +31,7 @@ from dart_lab.vlm.layout import VisualTokens
 from .sweep import Bench, open_bench
 
 POOL = 96  # pictures on which a rolebook is fitted where none is given
-CONTROL_SEEDS = 2  # draws of random tokens for every picture; each picture has its own
+CONTROL_SEEDS = 5  # draws of random tokens for every picture; each picture has its own
 POOL_SEED = 1_000_003  # added to the seed: the pool shares no picture with the questions
 
 Conditions = Callable[[Sequence[TokenRoles], Sequence[VisualTokens], Sequence[int]], Mapping[str, Pruner | None]]
