@@ -89,7 +89,8 @@ class Rolebook:
         """
         chosen = check_definition(definition, when)
         book = self.with_table(vlm) if "lens" in chosen.values() and self.table is None else self
-        states = visual_states(vlm, inputs, self.layers if when == "run" else ())
+        attention = "attention" in chosen.values()
+        states = visual_states(vlm, inputs, self.layers if when == "run" or attention else (), attention=attention)
         return [book.roles_of(one, definition=chosen) for one in states]
 
     def roles_of(self, states: VisualStates, *, definition: Definition | None = None) -> TokenRoles:

@@ -31,6 +31,8 @@ TOP_SHARE = 0.01  # tokens of a picture with the largest norms
 PHI = 20.0  # Kang et al. 2503.03321
 PSI, PSI_FLOOR = 1000.0, 100.0  # 2609.32808
 LENS_IDS = 3  # nearest ids that are looked at, as in the released code of EmbedLens
+TIMES_MEDIAN = 7.0  # attention of a sink over that of the median token (2510.08510: ViT sinks of LLaVA-1.5)
+FAINT = 0.08  # share of the attention that all dead tokens get together (EmbedLens: less than 8 %)
 SAME = 0.95  # cosine of a token with itself in deeper layers: it does not change
 
 
@@ -121,6 +123,27 @@ def unchanged(book: Rolebook, states: VisualStates) -> Flagged:
     return torch.nn.functional.cosine_similarity(states.embeds.float(), layers[-1], dim=-1) >= SAME, {}
 
 
+def _attention(states: VisualStates, rule: str) -> Tensor:
+    """`(n,)` share of the text's attention to the picture, mean over the layers that the book looks at."""
+    if states.attention is None:
+        raise DartLabError(f"rule {rule!r} reads attention; use Rolebook.assign, which runs the model with it")
+    return states.attention.float().mean(dim=0)
+
+
+def loud(book: Rolebook, states: VisualStates) -> Flagged:
+    """The text attends to it seven times as much as to the picture's median token."""
+    share = _attention(states, "attention")
+    return share > TIMES_MEDIAN * share.median(), {"attention": share}
+
+
+def faint(book: Rolebook, states: VisualStates) -> Flagged:
+    """Of the tokens to which the text attends least, as many as get less than 8 % of its attention together."""
+    share = _attention(states, "attention")
+    order = share.argsort(stable=True)
+    few = share[order].cumsum(dim=0) < FAINT
+    return torch.zeros_like(few).index_fill(0, order[few], True), {"attention": share}
+
+
 def _nearest(role: str) -> Rule:
     def rule(book: Rolebook, states: VisualStates) -> Flagged:
         names = [name for name in ROLES if name in book.centroids]
@@ -160,11 +183,12 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "lens": _lens(VIT_SINK), "none": _never,
     },
     LLM_SINK: {
-        "energy": energy, "phi": phi, "psi": psi, "centroid": _nearest(LLM_SINK), "lens": _lens(LLM_SINK),
-        "none": _never,
+        "energy": energy, "phi": phi, "psi": psi, "attention": loud, "centroid": _nearest(LLM_SINK),
+        "lens": _lens(LLM_SINK), "none": _never,
     },
     DEAD: {
-        "cosine": dead_cosine, "centroid": _nearest(DEAD), "lens": _lens(DEAD), "unchanged": unchanged, "none": _never,
+        "cosine": dead_cosine, "centroid": _nearest(DEAD), "lens": _lens(DEAD), "unchanged": unchanged,
+        "attention": faint, "none": _never,
     },
 }  # fmt: skip
 DEFAULT: Definition = {role: next(iter(rules)) for role, rules in RULES.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
+from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import active, adapter_for
 from dart_lab.vlm.layout import VisualTokens
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
+from dart_lab.vlm.tap import Captured, Tap, attention_rows
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -28,12 +30,15 @@ class VisualStates:
             after its tower, so that features and tokens are not one to one.
         embeds: `(n, channels)` what enters decoder layer 0.
         layers: decoder layer → `(n, channels)` its input.
+        attention: `(layers, n)` float32, for the same layers the weight that each token gets from the text behind the
+            last picture, mean over heads and text tokens, as shares of what the visual tokens get; None: not asked for.
     """
 
     tokens: VisualTokens
     vision: Tensor | None
     embeds: Tensor
     layers: dict[int, Tensor]
+    attention: Tensor | None = None
 
 
 class _Enough(Exception):
@@ -41,7 +46,12 @@ class _Enough(Exception):
 
 
 def visual_states(
-    model: Any, inputs: Mapping[str, Any], layers: Sequence[int] = (), *, visual: Tensor | None = None
+    model: Any,
+    inputs: Mapping[str, Any],
+    layers: Sequence[int] = (),
+    *,
+    attention: bool = False,
+    visual: Tensor | None = None,
 ) -> list[VisualStates]:
     """States of every visual token, from one unpruned run that stops at the deepest layer asked for.
 
@@ -49,13 +59,15 @@ def visual_states(
         model: a supported Hugging Face model object, or a `VLM`.
         inputs: what the processor returned.
         layers: decoder layers whose inputs are wanted, besides that of layer 0.
+        attention: also the attention that the visual tokens get in these layers; then the whole model runs.
         visual: as in `prune`.
 
     Returns:
         One entry a sample.
 
     Raises:
-        DartLabError: no visual tokens in the inputs, or a layer that does not exist.
+        DartLabError: no visual tokens in the inputs, a layer that does not exist, or attention is asked for and no text
+            stands behind a picture.
 
     >>> import dart_lab as dl
     >>> vlm, sample = dl.load("tiny"), dl.load_task("shapes", n=1, seed=0)[0]
@@ -71,8 +83,16 @@ def visual_states(
     watcher = PassWatcher(model, adapter_for(model, visual), visual)
     entered: dict[int, Tensor] = {}
     features: list[Tensor] = []
-    handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, wanted[-1]), with_kwargs=True)
+    last = depth if attention else wanted[-1]
+    handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, last), with_kwargs=True)
                for layer in wanted]  # fmt: skip
+    weights: dict[int, list[Tensor]] = {}
+
+    def look(layer: int, captured: Captured) -> None:
+        if watcher.current is not None and watcher.current.visual is not None:
+            weights[layer] = _received(captured, watcher.current.visual, watcher.current.attended)
+
+    tap = Tap({layer: text.layers[layer] for layer in layers}, look) if attention else nullcontext()
     try:
         join = compat.projector(model)
     except DartLabError:
@@ -80,7 +100,7 @@ def visual_states(
     if join is not None:
         handles.append(join.register_forward_pre_hook(lambda module, args: features.append(args[0].detach())))
     try:
-        with active(model, watcher), torch.no_grad():
+        with active(model, watcher), tap, torch.no_grad():
             with suppress(_Enough):
                 model(**{**inputs, "use_cache": False})
             now = watcher.current
@@ -101,9 +121,25 @@ def visual_states(
                 vision=None if vision is None else vision[row],
                 embeds=states[0],
                 layers={layer: states[layer] for layer in layers},
+                attention=torch.stack([weights[layer][row] for layer in layers]) if attention else None,
             )
         )
     return out
+
+
+def _received(captured: Captured, visual: Tensor, attended: Tensor | None) -> list[Tensor]:
+    """For each row the shares `(n,)` of attention that its visual tokens get from the text behind the last of them."""
+    visual = visual.to(captured.query.device)
+    real = torch.ones_like(visual) if attended is None else attended.to(visual.device).bool()
+    behind = real & (visual.int().flip(1).cumsum(dim=1).flip(1) == 0)
+    if not bool(behind.any(dim=1).all()):
+        raise DartLabError("no text stands behind a picture, so there is none whose attention could be read")
+    asked = torch.nn.utils.rnn.pad_sequence(
+        [row.nonzero()[:, 0] for row in behind], batch_first=True, padding_value=PAD
+    )  # fmt: skip
+    rows = attention_rows(captured, asked, 0).mean(dim=1)  # (batch, asked, keys)
+    got = (rows * (asked != PAD)[..., None]).sum(dim=1)
+    return [one[mask] / one[mask].sum() for one, mask in zip(got, visual, strict=True)]
 
 
 def text_states(model: Any, token_ids: Sequence[Sequence[int]], layers: Sequence[int]) -> list[Tensor]:

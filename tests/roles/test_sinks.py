@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from dart_lab.errors import DartLabError
 from dart_lab.roles.fit import Fit
 from dart_lab.roles.histogram import Histogram
+from dart_lab.roles.rules import faint, loud
 from dart_lab.roles.sinks import (
     energy_share,
     norm_cut,
@@ -177,3 +178,15 @@ def test_a_channel_that_is_large_everywhere_moves_the_cut(monkeypatch: pytest.Mo
 def test_a_channel_that_is_as_large_on_ordinary_text_is_no_sink(monkeypatch: pytest.MonkeyPatch) -> None:
     found = text_sinks(monkeypatch, from_layer=4, height=5000.0, common=4900.0)
     assert found.channels == () and "no LLM sink" in found.why and found.profile["channel"] == 3
+
+
+def test_roles_by_attention_are_the_loudest_and_the_faintest() -> None:
+    share = torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.1, 0.04, 0.03, 0.03]]).repeat(2, 1)
+    states = SimpleNamespace(attention=share, embeds=torch.ones(8, 2))
+    assert loud(None, states)[0].tolist() == [False] * 8  # 5.9 times the median of 0.085
+    states.attention = torch.tensor([[0.72, *[0.04] * 7]])
+    assert loud(None, states)[0].tolist() == [True, *[False] * 7]
+    states.attention = share
+    assert faint(None, states)[0].tolist() == [False] * 6 + [True] * 2  # 0.03 + 0.03 < 0.08, with 0.04 it is more
+    with pytest.raises(DartLabError, match="reads attention"):
+        loud(None, SimpleNamespace(attention=None))

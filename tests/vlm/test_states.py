@@ -54,3 +54,29 @@ def test_errors_say_what_is_missing() -> None:
         visual_states(model, {"input_ids": torch.tensor([[1, 7, 8]])})
     with pytest.raises(DartLabError, match="without tokens"):
         text_states(model, [[]], [0])
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
+def test_attention_is_that_of_the_text_behind_the_picture(images: tuple[int, ...], attention: str) -> None:
+    model, inputs = small_llava(attention=attention), batch(images)
+    found = visual_states(model, inputs, [1, 3], attention=True)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        dense = model(**inputs, output_attentions=True).attentions
+    for row, states in enumerate(found):
+        visual = (inputs["input_ids"][row] == IMAGE).nonzero()[:, 0]
+        place = torch.arange(inputs["input_ids"].shape[1])
+        text = (place > visual[-1]) & inputs["attention_mask"][row].bool()
+        for number, layer in enumerate((1, 3)):
+            share = dense[layer][row].mean(dim=0)[text][:, visual].mean(dim=0)
+            assert torch.allclose(states.attention[number], share / share.sum(), atol=1e-6)
+    assert all(states.attention is None for states in visual_states(model, inputs, [1]))
+
+
+def test_attention_needs_a_reader() -> None:
+    model, inputs = small_llava(), batch(ONE)
+    last = int((inputs["input_ids"][0] == IMAGE).nonzero()[-1]) + 1
+    cut = {name: value[:, :last] if value.dim() == 2 else value for name, value in inputs.items()}
+    with pytest.raises(DartLabError, match="no text stands behind"):
+        visual_states(model, cut, [1], attention=True)
