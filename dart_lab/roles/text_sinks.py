@@ -30,7 +30,7 @@ class TextSinks:
         energy: the share of a token's energy on one of the channels from which it is a sink.
         why: the evidence in words.
         profile: the evidence in numbers, one a layer: `layers`, `median` |x| of all tokens, and on `channel` the median
-            |x| at `sinks` and the largest |x| on `ordinary` text.
+            |x| at `sinks` and the largest |x| on `ordinary` text, which is what does not spike.
     """
 
     channels: tuple[int, ...]
@@ -70,6 +70,8 @@ def find_text_sinks(vlm: Any, how: Fit) -> TextSinks:
     sinks = held.float().mean(dim=0) >= how.often
     spiking = held[:, sinks].float().mean(dim=1) >= how.often
     window = tuple(n for n, one in zip(layers, spiking.tolist(), strict=True) if one and n in window) or window
+    calm = _held(off, median, kept, how).float().mean(dim=0) < how.often  # a few words are sinks themselves
+    off = off[:, calm]
     inside = [number - layers[0] for number in window]
     energy, moved = _energy(at[inside][:, sinks], off[inside], kept.channels, how)
     why = (
