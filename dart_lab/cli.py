@@ -75,7 +75,10 @@ def _stop(*_: Any) -> None:
 def _run(words: list[str], show_traceback: bool) -> int:
     """Run one command; returns the exit code."""
     try:
-        return int(app(words, prog_name="dart-lab", standalone_mode=False) or _DONE)
+        code = int(app(words, prog_name="dart-lab", standalone_mode=False) or _DONE)
+        if code == _STOPPED:  # how the command-line library reports an interruption
+            _say("stopped")
+        return code
     except (KeyboardInterrupt, typer.Abort):
         _say("stopped")
         return _STOPPED
@@ -263,6 +266,11 @@ def _check_figure_options(chosen: Any) -> None:
     from dart_lab.vlm.load import check_model_name
 
     for method in chosen.methods or ():
+        if ":" in method:
+            raise DartLabError(
+                f"--methods {method!r}: a figure takes methods by name alone; give budgets with --keep, and parameters "
+                "to dart-lab prune --method or in the plan of a study"
+            )
         pruner_class(method)
     if chosen.n is not None and not 1 <= chosen.n <= MOST_SAMPLES:
         raise DartLabError(f"n={chosen.n}: give 1 to {MOST_SAMPLES:,} samples; a figure holds its records in memory")
@@ -292,14 +300,13 @@ def _check_takes_layer(pruner: Pruner, layer: int) -> None:
 
 
 def _check_save(save: Path | None, image: Path) -> None:
-    from dart_lab.files import check_writable
+    from dart_lab.files import check_targets, check_writable
 
     if save is None:
         return
     if save.suffix.lower() != ".png":
         raise DartLabError(f"--save {save}: the picture is written as PNG; give a name that ends in .png")
-    if save.is_dir():
-        raise DartLabError(f"--save {save} is a folder; give the name of a file in it")
+    check_targets([save])
     if save.resolve() == image.resolve():
         raise DartLabError(f"--save {save} is the picture itself; give another name")
     check_writable(save.parent)

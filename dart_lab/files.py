@@ -59,9 +59,13 @@ def write_files(contents: Mapping[Path, bytes], *, durable: bool = False) -> lis
 
 
 def check_targets(paths: Iterable[Path]) -> None:
-    """Raise `DartLabError` if a folder has the name of a file that is to be written."""
+    """Raise `DartLabError` if a folder has the name of a file that is to be written, or if no file can have it."""
     for path in paths:
-        if path.is_dir():
+        try:
+            folder = path.is_dir()
+        except OSError as error:  # a name longer than the file system takes
+            raise cannot_write(path, error) from error
+        if folder:
             raise DartLabError(f"{path} is a folder, and a file of that name is to be written; move the folder away")
 
 
@@ -102,8 +106,11 @@ def _sync(path: Path, how: int) -> None:
 def check_writable(folder: Path) -> None:
     """Raise `DartLabError` unless files can be made in `folder`, which itself may be missing; leaves no trace."""
     nearest = folder.absolute()
-    while not nearest.exists():
-        nearest = nearest.parent
+    try:
+        while not nearest.exists():
+            nearest = nearest.parent
+    except OSError as error:  # a name longer than the file system takes
+        raise cannot_write(folder, error) from error
     if not nearest.is_dir():
         raise DartLabError(f"{folder}: {nearest} is a file; give a folder")
     if not os.access(nearest, os.W_OK | os.X_OK):

@@ -93,7 +93,8 @@ def figure_spec(name: str) -> FigureSpec:
     """The figure of that name. Raises `DartLabError` for an unknown name or one that two packages claim."""
     found = list(entry_points(group=GROUP, name=name))
     if not found:
-        raise DartLabError(f"unknown figure {name!r}. {did_you_mean(name, figure_names())}")
+        hint = did_you_mean(name, [*figure_names(), "all"])
+        raise DartLabError(f"unknown figure {name!r}. {hint}")
     if len({point.value for point in found}) > 1:
         raise DartLabError(f"figure {name!r} is offered twice: {', '.join(sorted(p.value for p in found))}; remove one")
     spec: FigureSpec = found[0].load()

@@ -45,9 +45,13 @@ def open_image(path: str | os.PathLike[str], *, max_side: int = MAX_SIDE) -> Ima
     (128, 128, 128)
     """
     path = Path(path)
-    if not path.exists():
+    try:
+        there, folder = path.exists(), path.is_dir()
+    except OSError as error:  # a name longer than the file system takes
+        raise DartLabError(f"{path}: no such picture ({error.strerror}); check the path") from error
+    if not there:
         raise DartLabError(f"{path}: no such picture; check the path")
-    if path.is_dir():
+    if folder:
         raise DartLabError(f"{path} is a folder; give the path of one picture")
     try:
         with warnings.catch_warnings():
