@@ -16,6 +16,7 @@ from dart_lab.pruners.fitting import Depth
 from dart_lab.studies.answering import answer_all
 from dart_lab.tasks.base import Sample, Task
 
+MINI = "mini"  # its name as a model
 DATA = "shapes"
 
 
@@ -61,7 +62,7 @@ def open_bench(
         n: default number of questions.
         keep: default budgets, in visual tokens.
         methods: default methods.
-        families: kinds of questions of the drawn world. Default: all.
+        families: kinds of questions of the drawn world. Default: all, for `mini` those it was taught.
 
     Raises:
         DartLabError: an unknown model or task, ratios in place of whole numbers, fewer than two questions.
@@ -78,6 +79,10 @@ def open_bench(
     if (options.n or 0) < 2:
         raise DartLabError(f"n={options.n}: an interval needs two questions at least")
     check_model_name(options.model)
+    if families is None and options.model == MINI:
+        from dart_lab.mini.data import FAMILIES
+
+        families = FAMILIES
     own = families if options.data == DATA else None
     task = load_task(options.data or DATA, n=options.n, seed=options.seed, families=own)
     vlm = load(options.model)

@@ -13,7 +13,7 @@ from dart_lab.displays.curves import wrapped
 from dart_lab.displays.roles import ROLE_COLOURS
 from dart_lab.displays.style import CHANCE, PALETTE, house_style
 
-_SIZE = (11.0, 4.6)
+_SIZE = (11.0, 5.2)
 
 
 def draw_evidence(facts: Mapping[str, Any]) -> Figure:
@@ -26,7 +26,7 @@ def draw_evidence(facts: Mapping[str, Any]) -> Figure:
     with house_style():
         figure = Figure(figsize=_SIZE)
         norms, similar, spikes = figure.subplots(1, 3)
-        figure.subplots_adjust(left=0.07, right=0.99, top=0.84, bottom=0.34, wspace=0.3)
+        figure.subplots_adjust(left=0.07, right=0.99, top=0.86, bottom=0.42, wspace=0.3)
         cut = facts["vit_cut"]
         _histogram(norms, facts["evidence"]["histograms"]["log vit norm"], None if cut is None else float(np.log(cut)),
                    "vit-sink")  # fmt: skip
@@ -54,7 +54,7 @@ def _histogram(axes: Axes, bins: Mapping[str, Any], cut: float | None, role: str
         axes.axvline(cut, color=ROLE_COLOURS[role], linestyle="--", label=f"from here: {role}")
     else:
         axes.plot([], [], " ", label=f"no {role} is told by this")
-    axes.legend(frameon=False, loc="upper left")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, -0.42))
 
 
 def _spikes(axes: Axes, profile: Mapping[str, Any], found: bool) -> None:
@@ -67,4 +67,4 @@ def _spikes(axes: Axes, profile: Mapping[str, Any], found: bool) -> None:
     axes.plot(layers, profile["median"], color=PALETTE[6], linestyle=":", label="median of all, any channel")
     axes.set_yscale("log")
     axes.set(title=f"Channel {profile['channel']} on text alone", xlabel="input of decoder layer", ylabel="|x|")
-    axes.legend(frameon=False, loc="best")
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, -0.62))

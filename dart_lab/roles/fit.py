@@ -46,7 +46,9 @@ class Fit:
         least_similar: mean foreign similarity that the dead group must reach; below it, tokens resemble each other but
             are not the same everywhere. Default 0.8.
         least_depth: depth of the valley between dead and alive, 0 to 1; shallower, there is one group only. Default
-            0.3.
+            0.3; 0 cuts through whatever there is.
+        least_alone: median foreign similarity from which one group is dead altogether; below it, none is. Default
+            0.95.
         most_dead_centroids: the number of dead centroids is chosen by silhouette up to this. Default 8.
         alive_centroids: Default 32.
         stored: vectors kept for clustering. Default 20,000.
@@ -64,6 +66,7 @@ class Fit:
     least_dead: float = 0.02
     least_similar: float = 0.8
     least_depth: float = 0.3
+    least_alone: float = 0.95
     most_dead_centroids: int = 8
     alive_centroids: int = 32
     stored: int = 20_000
@@ -171,7 +174,7 @@ class _Labels:
         centre, count = histogram.dense()
         if cut is None or self.depths[self.main] < how.least_depth:
             middle = histogram.quantile(0.5)
-            kind = "all" if middle >= how.least_similar else "none"
+            kind = "all" if middle >= how.least_alone else "none"
             doubt = ""
             if kind == "all" and not how.centred:
                 doubt = ", unless a direction common to all tokens hides how they differ (Fit.centred)"
