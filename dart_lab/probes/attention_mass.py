@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +60,8 @@ class AttentionMass:
     own: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        if self.layers is not None and not all(isinstance(layer, Integral) for layer in self.layers):
+            raise DartLabError(f"layers={self.layers!r}: give whole numbers of decoder layers, such as [1, 4]")
         if callable(self.groups) and self.own is None:
             raise DartLabError("groups is a function: say in own=(…) which names it returns, in their order")
         fixed = (BOS, BEFORE, VISUAL, AFTER, GENERATED, LAST)

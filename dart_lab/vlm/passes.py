@@ -301,6 +301,8 @@ class PassWatcher:
     def _visual(self, ids: Tensor | None, content: Tensor, past: int) -> Tensor | None:
         batch, length = content.shape[:2]
         if self._given is not None:
+            if not isinstance(self._given, Tensor):
+                raise DartLabError(f"visual is a {type(self._given).__name__}; give a (batch, sequence) bool tensor")
             given = self._given.to(content.device).bool()
             if past:
                 return None

@@ -11,6 +11,7 @@ import torch
 from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from dart_lab.errors import DartLabError, DartLabWarning
+from dart_lab.probes.attention_mass import AttentionMass
 from dart_lab.pruners import DART, FastV, Random, Reduction, Signals, UniformGrid
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.locate import layout
@@ -169,3 +170,18 @@ def test_unknown_models_are_refused(model: Callable[[], Any], known: str) -> Non
 def test_one_prompt_is_no_batch_of_pictures() -> None:
     with pytest.raises(DartLabError, match="input_ids"):
         layout(small_llava(), {"pixel_values": batch(ONE)["pixel_values"]})
+
+
+def test_a_mark_that_is_no_tensor_is_refused() -> None:
+    model = small_llava()
+    with (
+        pytest.raises(DartLabError, match="visual is a list; give"),
+        prune(model, Random(keep=2), visual=[[True]]),  # type: ignore[arg-type]
+    ):
+        model(**batch(ONE))
+
+
+@pytest.mark.parametrize("layers", ["1", [1.5]])
+def test_layers_to_record_are_whole_numbers(layers: Any) -> None:
+    with pytest.raises(DartLabError, match="give whole numbers of decoder layers"):
+        AttentionMass(layers=layers)
