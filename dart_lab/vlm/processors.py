@@ -38,11 +38,14 @@ def load_processor(source: str, name: str, config: Any, options: Mapping[str, An
     import transformers
     from transformers.utils import is_torchvision_available
 
-    kind = _processor_class(source, config, options)
-    asked, alike = _ALIKE.get(getattr(kind, "__name__", ""), (None, None))
+    named = _processor_name(source, config, options)
+    asked, alike = _ALIKE.get(named, (None, None))
     complete = is_torchvision_available() and (asked is None or find_spec(asked) is not None)
-    if kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters and not complete:
-        processor = _without_videos(kind if alike is None else getattr(transformers, alike), source, options)
+    chosen = named if complete or alike is None else alike  # some releases cannot even import the class that is named
+    kind = getattr(transformers, chosen, None)
+    takes_videos = kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters
+    if chosen != named or (takes_videos and not complete):
+        processor = _without_videos(kind, source, options)
     else:
         processor = transformers.AutoProcessor.from_pretrained(source, **options)
     tokenizer = getattr(processor, "tokenizer", None)
@@ -80,14 +83,13 @@ def _without_videos(kind: Any, source: str, options: Mapping[str, Any]) -> Any:
     return made.from_args_and_dict([parts[part] for part in order], settings)
 
 
-def _processor_class(source: str, config: Any, options: Mapping[str, Any]) -> Any | None:
-    """The class that the checkpoint names, else the usual one of its model type; None if transformers has neither."""
-    import transformers
+def _processor_name(source: str, config: Any, options: Mapping[str, Any]) -> str:
+    """The class that the checkpoint names, else the usual one of its model type; empty if there is neither."""
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     for file in _NAMED_IN:
         named = read_json(source, file, options).get("processor_class")
         if named:
-            return getattr(transformers, named, None)
+            return str(named)
     known = type(config) in PROCESSOR_MAPPING  # a lazy mapping, whose `get` finds nothing
-    return PROCESSOR_MAPPING[type(config)] if known else None
+    return str(PROCESSOR_MAPPING[type(config)].__name__) if known else ""

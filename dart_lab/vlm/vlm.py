@@ -74,7 +74,7 @@ class VLM:
                 images=pictures if any(pictures) else None, text=prompts, return_tensors="pt", padding=True,
                 padding_side="left", add_special_tokens=not whole,
             )
-        except ValueError as error:
+        except (ValueError, TypeError) as error:  # TypeError: a release whose processor takes no such argument
             raise DartLabError(f"the processor refused the batch ({' '.join(str(error).split())[:300]})") from error
         if "token_type_ids" not in signature(type(self.model).forward).parameters:
             inputs.pop("token_type_ids", None)  # of tokenizers made for BERT's kind of model; generate refuses it

@@ -263,6 +263,16 @@ def test_a_prompt_cut_inside_the_image_is_refused(vlm: VLM, monkeypatch: pytest.
     assert "cut" in one_line(lambda: vlm.prepare([noise()], ["what?"]))
 
 
+def test_a_processor_that_takes_other_arguments_is_refused_in_a_line(
+    vlm: VLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def narrow(self: Any, images: Any = None, text: Any = None) -> Any:
+        raise AssertionError("never reached")
+
+    monkeypatch.setattr(type(vlm.processor), "__call__", narrow)
+    assert "unexpected keyword argument" in one_line(lambda: vlm.prepare([noise()], ["what?"]))
+
+
 def test_a_prompt_beyond_the_models_length_is_warned_about(vlm: VLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vlm.model.config.text_config, "max_position_embeddings", VISUAL)
     with pytest.warns(DartLabWarning, match=f"was made for {VISUAL}"):

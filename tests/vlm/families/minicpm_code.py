@@ -41,6 +41,8 @@ class VisionTransformer(nn.Module):
         self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
         self.position_embedding = nn.Embedding(config.image_size**2, config.hidden_size)
         self.side = config.image_size
+        if config._attn_implementation is None:  # transformers 4 names no kernel for a part built by hand
+            config._attn_implementation = "sdpa"
         self.encoder = SiglipEncoder(config)
         self.post_layernorm = nn.LayerNorm(config.hidden_size)
 

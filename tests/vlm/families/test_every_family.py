@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
 from tests.vlm.kernels import FLASH, emulated_flash, uncompiled_flex
 
 STEPS = 8
+LAYER = 2
 METHODS = [DART(keep=5), FastV(keep=5), Random(keep=5)]
 
 
@@ -112,8 +114,17 @@ def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
     if str(kind) == "qwen3_vl video" and transformers.__version__.startswith("4."):
         pytest.skip("this release of transformers cannot repeat a timed video for beams")
     model, inputs = kind.model("sdpa"), kind.batch("one")
-    pruner = FastV(keep=5)
-    with prune(model, pruner) as run:
+    if str(kind) == "internvl" and transformers.__version__.startswith(("4.", "5.0.")):
+        score, again = best_beam(kind, model, inputs, None)
+        assert not torch.allclose(score, again, atol=1e-5, rtol=0)
+        pytest.skip("this release of transformers mixes a picture's tiles up for beams, unpruned too")
+    score, again = best_beam(kind, model, inputs, FastV(keep=5, layer=LAYER))
+    torch.testing.assert_close(score, again, atol=1e-5, rtol=0)
+
+
+def best_beam(kind: Zoo, model: Any, inputs: dict[str, Tensor], pruner: Pruner | None) -> tuple[Tensor, Tensor]:
+    """The score `(1,)` of the best beam, and the same computed again; without a method, of the model as it is."""
+    with nullcontext() if pruner is None else prune(model, pruner) as run:
         out = model.generate(
             **inputs, max_new_tokens=3, num_beams=2, do_sample=False, output_scores=True,
             return_dict_in_generate=True, suppress_tokens=[2, *kind.visual], length_penalty=1.0,
@@ -121,13 +132,15 @@ def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
     length = inputs["input_ids"].shape[1]
     new = out.sequences[:, length:]
     longer = kind.extended(inputs, new[:, :-1])
-    hidden = torch.isin(longer["input_ids"], torch.tensor(kind.visual))
-    hidden[0, torch.from_numpy(run.positions[0])] = False
-    with torch.no_grad(), mask_drop(model, hidden, layer=pruner.stage.layer):
+    hidden = torch.zeros_like(longer["input_ids"], dtype=torch.bool)
+    if run is not None:
+        assert len(run.kept[0]) == 5
+        hidden = torch.isin(longer["input_ids"], torch.tensor(kind.visual))
+        hidden[0, torch.from_numpy(run.positions[0])] = False
+    with torch.no_grad(), mask_drop(model, hidden, layer=LAYER):
         logits = model(**longer).logits[:, length - 1 :].float()
     chosen = logits.log_softmax(dim=-1).gather(2, new[:, :, None])[..., 0]
-    assert len(run.kept[0]) == 5
-    torch.testing.assert_close(out.sequences_scores, chosen.mean(dim=1), atol=1e-5, rtol=0)
+    return out.sequences_scores, chosen.mean(dim=1)
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)

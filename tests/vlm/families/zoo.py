@@ -82,7 +82,8 @@ def _llava() -> Zoo:
 
     def one_picture(image: Image.Image) -> Batch:
         text = "user : <image> what shape assistant :"
-        return dict(llava_processor(grid=common.GRID)(images=image, text=text, return_tensors="pt"))
+        processor = llava_processor(grid=common.GRID)
+        return dict(processor(images=image, text=text, return_tensors="pt", input_data_format="channels_last"))
 
     prompts = {"one": (1,), "padded": (1, 2)}
     return Zoo(
