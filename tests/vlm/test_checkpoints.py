@@ -69,10 +69,10 @@ def test_these_tests_run_without_torchvision() -> None:
 
 
 def test_a_prepared_batch_is_what_the_official_processor_makes(vlm: VLM, folder: Path) -> None:
-    if vlm.model.config.model_type == "smolvlm" and transformers.__version__.startswith("4."):
+    if vlm.model.config.model_type == "smolvlm" and transformers.__version__.startswith(("4.", "5.0.")):
         with pytest.raises(ModuleNotFoundError):
             official(folder)
-        pytest.skip("transformers 4 cannot import SmolVLM's own processor without torchvision")
+        pytest.skip("this release of transformers cannot import SmolVLM's own processor without torchvision")
     processor = official(folder)
     texts = []
     for pictures, question in zip(PICTURES, QUESTIONS, strict=True):
