@@ -103,7 +103,7 @@ def test_greedy_decoding_equals_a_recompute_without_cache(kind: Zoo) -> None:
     if str(kind) == "idefics3" and transformers.__version__.startswith("5.0."):
         (plain, _), (without, _) = answer(kind, model, inputs), answer(kind, model, inputs, use_cache=False)
         assert not torch.equal(plain, without)
-        pytest.skip("this release of transformers answers otherwise without cache about Idefics3's pictures, unpruned too")
+        pytest.skip("this release of transformers answers otherwise without cache about pictures, unpruned too")
     with prune(model, DART(keep=5)):
         tokens, logits = answer(kind, model, inputs)
     with prune(model, DART(keep=5)):
