@@ -87,12 +87,14 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(study: Study, fini
     draw, kills = random.Random(0), 0
     for _ in range(4):
         process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "run")], stderr=subprocess.PIPE)
-        try:
-            process.wait(timeout=draw.uniform(3, 7))
-        except subprocess.TimeoutExpired:
+        before = len(list((tmp_path / "run").rglob("*")))
+        while process.poll() is None and len(list((tmp_path / "run").rglob("*"))) <= before + 1:
+            time.sleep(0.005)  # until it has written something, however fast this machine is
+        time.sleep(draw.uniform(0, 0.2))
+        if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-            process.wait()
             kills += 1
+        process.wait()
     assert kills > 0
     path = resume_study(tmp_path / "run")
     assert path.read_bytes() == (finished / RECORDS).read_bytes()
