@@ -16,7 +16,6 @@ from dart_lab.pruners.fitting import Depth
 from dart_lab.studies.answering import answer_all
 from dart_lab.tasks.base import Sample, Task
 
-MINI = "mini"  # its name as a model
 DATA = "shapes"
 
 
@@ -68,7 +67,7 @@ def open_bench(
         DartLabError: an unknown model or task, ratios in place of whole numbers, fewer than two questions.
     """
     from dart_lab.tasks import load_task
-    from dart_lab.vlm.load import check_model_name, load
+    from dart_lab.vlm.load import MINI, check_model_name, load
 
     options = dataclasses.replace(
         options, n=n if options.n is None else options.n, keep=options.keep or tuple(keep) or None,

@@ -284,12 +284,16 @@ def _pruner(method: str, keep: str | None, layer: int, seed: int) -> Pruner:
     """A method by its name, or as text with parameters or stages: `fastv:0.5`, `2:fastv:0.5;8:dart:0.25`."""
     from dart_lab.pruners.text import parse_pruner
 
-    if keep is not None:
-        return parse_pruner(method, keep=parse_keep(keep), layer=layer, seed=seed)
     try:
-        return parse_pruner(method, layer=layer, seed=seed)
+        alone = parse_pruner(method, layer=layer, seed=seed)
     except DartLabError:  # the method needs a number
-        return parse_pruner(method, keep=parse_keep(_DEFAULT_KEEP), layer=layer, seed=seed)
+        alone = None
+    if keep is None and alone is not None:
+        return alone
+    pruner = parse_pruner(method, keep=parse_keep(_DEFAULT_KEEP if keep is None else keep), layer=layer, seed=seed)
+    if pruner == alone:
+        raise DartLabError(f"--keep {keep} changes nothing, {method!r} says itself how many tokens stay; leave one out")
+    return pruner
 
 
 def _check_takes_layer(pruner: Pruner, layer: int) -> None:

@@ -7,9 +7,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from dart_lab.errors import DartLabError
+from dart_lab.roles.rolebook import load_rolebook
 from dart_lab.studies.plan import read_study
 from dart_lab.vlm.families import use_family
 
@@ -49,3 +51,14 @@ def test_the_python_examples_run(page: str, printed: tuple[str, ...], capsys: py
         exec(compile(block, f"docs/{page}", "exec"), {})
     out = capsys.readouterr().out
     assert all(words in out for words in printed)
+
+
+def test_what_the_page_of_roles_says_of_mini_is_what_was_recorded() -> None:
+    home = DOCS.parent
+    table = pd.read_csv(home / "figures/mini/agreement.csv")
+    of_mini = table[(table["role"] == "all") & (table["a"] == "mini.rolebook")].set_index("b")["kappa"]
+    said = re.findall(r"κ = (0\.\d\d)", (DOCS / "roles.md").read_text(encoding="utf-8"))
+    assert said == [f"{of_mini[book]:.2f}" for book in ("pool.rolebook", "half.rolebook")]
+    book = load_rolebook(home / "figures/mini/mini.rolebook")
+    assert book.channels == (507,) and book.vit_cut is None and book.layers[0] == 12
+    assert book.prevalence["llm-sink"]["value"] == book.prevalence["vit-sink"]["value"] == 0

@@ -122,8 +122,8 @@ The numbers of updates were set while the run went on, from its training loss an
 positions, so that a place in the picture could not be learnt from them.
 
 A second run, `python -m dart_lab.mini.train --out RUN --seed 1 --more WEIGHTS`, went on from the exported weights with
-fresh moments and other pictures, and showed tokens at their original positions, in bfloat16 but for weights, norms and
-loss:
+fresh moments and other pictures, and showed tokens at their original positions; frozen weights, matrix products and
+attention were in bfloat16. Its last phase was added when the one before had ended:
 
 {_recipe(more)}
 

@@ -25,6 +25,7 @@ from dart_lab.mini.train import loss_of
 from dart_lab.tasks import Sample, load_task
 from dart_lab.tasks.questions import Question
 from dart_lab.tiny.evaluate import blind_answers, by_picture, summary
+from dart_lab.vlm.load import load
 
 PICTURES, QUESTIONS = 150, 6  # held out, and questions about each
 TASK_SEED = 91_001  # no training stream and no other default uses it
@@ -34,9 +35,8 @@ ALL, NONE = f"all {GRID**2}", "none"
 def load_network(folder: Path) -> tuple[MiniNetwork, Any]:
     """The network of a folder that `get_mini` made, float32, and its tokenizer; its adapters are merged already."""
     from tokenizers import Tokenizer
-    from transformers import AutoModelForImageTextToText
 
-    network = MiniNetwork(AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32), torch.float32)
+    network = MiniNetwork(load(folder, dtype=torch.float32, device="cpu").model, torch.float32)
     with safe_open(folder / "model.safetensors", "pt") as file, torch.no_grad():
         for name, parameter in network.projector.named_parameters():
             parameter.copy_(file.get_tensor(f"multi_modal_projector.{name}"))

@@ -26,6 +26,7 @@ from dart_lab.mini import data, start
 from dart_lab.mini.folder import untrained_projector
 from dart_lab.mini.get import cache_folder, put_together, wheel_folder
 from dart_lab.mini.network import MiniNetwork, Packed
+from dart_lab.vlm.load import load
 
 CHECKPOINT = "checkpoint.safetensors"
 SAVE_SECONDS, LOG_STEPS = 60.0, 10
@@ -54,7 +55,8 @@ class Phase:
 class Recipe:
     """All that shapes a run but its seed: pictures an update, questions a picture, and the phases.
 
-    With ``half`` matrix products and attention run in bfloat16; weights, norms and the loss stay in float32.
+    With ``half`` frozen weights, matrix products and attention are in bfloat16; what is trained, norms and the loss
+    stay in float32.
     """
 
     phases: tuple[Phase, ...] = (
@@ -282,13 +284,12 @@ def main() -> None:
     parser.add_argument("--more", type=Path, metavar="WEIGHTS", help="go on from exported weights by the recipe MORE")
     arguments = parser.parse_args()
     from tokenizers import Tokenizer
-    from transformers import AutoModelForImageTextToText
 
     torch.set_num_threads(1)
     parts = arguments.out / "parts"
     if not (parts / "config.json").is_file():
         put_together(parts, wheel_folder(cache_folder()), untrained_projector(), echo=print)
-    model = AutoModelForImageTextToText.from_pretrained(parts, dtype=torch.float32)
+    model = load(parts, dtype=torch.float32, device="cpu").model
     tokenizer = Tokenizer.from_file(str(parts / "tokenizer.json"))
     recipe = MINI if arguments.more is None else MORE
     train(model, tokenizer, arguments.out, seed=arguments.seed, recipe=recipe, begin=arguments.more)

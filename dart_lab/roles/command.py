@@ -22,8 +22,9 @@ def fit(
     batch: Annotated[int, typer.Option(help="Pictures in one pass.", min=1)] = 8,
     centred: Annotated[bool, typer.Option(help="Compare tokens less their mean vector.")] = False,
     least_depth: Annotated[
-        float, typer.Option(help="Valley between dead and alive, 0 to 1; 0 cuts through a continuum.", min=0, max=1)
-    ] = 0.3,
+        float | None,
+        typer.Option(help="Valley between dead and alive, 0 to 1; 0 cuts through a continuum.", min=0, max=1),
+    ] = None,
     progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
 ) -> None:
     """Find out on a pool of pictures which visual tokens are sinks, dead or alive, and save how to tell."""
@@ -37,7 +38,7 @@ def fit(
     check_targets([out])
     pool = open_pool(images, n=n, seed=seed)
     shown = sys.stderr.isatty() if progress is None else progress
-    how = Fit(centred=centred, least_depth=least_depth)
+    how = Fit(centred=centred, least_depth=Fit.least_depth if least_depth is None else least_depth)
     book = fit_rolebook(load(model), pool, out, seed=seed, how=how, batch=batch, progress=shown)
     for line in book.lines():
         print(line, file=sys.stderr)

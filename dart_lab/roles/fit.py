@@ -16,7 +16,7 @@ from dart_lab.files import check_targets, check_writable
 from dart_lab.roles.dead import nearest_centroid, spherical_kmeans
 from dart_lab.roles.histogram import Histogram
 from dart_lab.roles.identity import identity_of
-from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK
+from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, kappa
 from dart_lab.roles.lens import nearest_ids
 from dart_lab.roles.pool import Pool, Survey, blocks, reference_mean, survey
 from dart_lab.roles.rolebook import Rolebook, vocabulary
@@ -249,8 +249,6 @@ class _Labels:
 
     def _stability(self) -> dict[str, float]:
         """κ of the pool's dead labels with those of another share of the references."""
-        from sklearn.metrics import cohen_kappa_score
-
         if self.dead_cut is None:
             return {}
         out = {}
@@ -260,8 +258,8 @@ class _Labels:
             pairs = [(self.primary(block) == ROLES.index(DEAD), self.primary(block, column) == ROLES.index(DEAD))
                      for block in blocks(self.work)]  # fmt: skip
             a, b = (np.concatenate(side) for side in zip(*pairs, strict=True))
-            same = len(set(a) | set(b)) == 1
-            out[f"share {share:g}"] = 1.0 if same else float(cohen_kappa_score(a, b))
+            value = kappa(a, b)
+            out[f"share {share:g}"] = 1.0 if np.isnan(value) else value  # both call all tokens the same
         return out
 
     def _without_run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,13 +95,23 @@ def agreement(labels: Mapping[str, NDArray[np.int64]]) -> pd.DataFrame:
     >>> agreement({"x": np.array([0, 0, 1, 1]), "y": np.array([0, 0, 1, 1])})[["kappa", "ari"]].values.tolist()
     [[1.0, 1.0]]
     """
-    from sklearn.metrics import adjusted_rand_score, cohen_kappa_score
+    from sklearn.metrics import adjusted_rand_score
 
     if len(labels) < 2 or len({len(label) for label in labels.values()}) != 1:
         raise DartLabError("agreement needs two definitions at least, with one label a token each")
     rows = []
     for a, b in combinations(labels, 2):
-        same = len(set(labels[a]) | set(labels[b])) == 1
-        kappa = float("nan") if same else float(cohen_kappa_score(labels[a], labels[b]))
-        rows.append({"a": a, "b": b, "kappa": kappa, "ari": float(adjusted_rand_score(labels[a], labels[b]))})
+        ari = float(adjusted_rand_score(labels[a], labels[b]))
+        rows.append({"a": a, "b": b, "kappa": kappa(labels[a], labels[b]), "ari": ari})
     return pd.DataFrame(rows)
+
+
+def kappa(a: NDArray[Any], b: NDArray[Any]) -> float:
+    """Cohen's κ of two labels `(n,)` of the same tokens; NaN where both know one and the same label only.
+
+    >>> kappa(np.array([0, 1, 1]), np.array([0, 1, 1]))
+    1.0
+    """
+    from sklearn.metrics import cohen_kappa_score
+
+    return float("nan") if len(set(a) | set(b)) == 1 else float(cohen_kappa_score(a, b))

@@ -11,11 +11,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.labels import ROLES
-from dart_lab.roles.pool import Pool
+from dart_lab.roles.labels import ROLES, kappa
+from dart_lab.roles.pool import Pool, Survey
 from dart_lab.roles.rolebook import Rolebook
-
-QUESTION = "What is in the picture?"
 
 
 def book_agreement(vlm: Any, books: Mapping[str, Rolebook], pool: Pool, *, batch: int = 8) -> pd.DataFrame:
@@ -39,21 +37,15 @@ def book_agreement(vlm: Any, books: Mapping[str, Rolebook], pool: Pool, *, batch
     labels: dict[str, list[NDArray[np.int64]]] = {name: [] for name in books}
     for start in range(0, len(pool), batch):
         pictures = [pool[number] for number in range(start, min(start + batch, len(pool)))]
-        inputs = vlm.prepare(pictures, [QUESTION] * len(pictures))
+        inputs = vlm.prepare(pictures, [Survey.question] * len(pictures))
         for name, book in books.items():
             labels[name] += [roles.primary for roles in book.assign(vlm, inputs)]
     joined = {name: np.concatenate(parts) for name, parts in labels.items()}
     rows = []
     for a, b in combinations(joined, 2):
-        rows.append({"a": a, "b": b, "role": "all", "kappa": _kappa(joined[a], joined[b]), "tokens": len(joined[a])})
+        rows.append({"a": a, "b": b, "role": "all", "kappa": kappa(joined[a], joined[b]), "tokens": len(joined[a])})
         for place, role in enumerate(ROLES):
             one, two = joined[a] == place, joined[b] == place
-            rows.append({"a": a, "b": b, "role": role, "kappa": _kappa(one, two), "tokens": len(one),
+            rows.append({"a": a, "b": b, "role": role, "kappa": kappa(one, two), "tokens": len(one),
                          "a share": float(one.mean()), "b share": float(two.mean())})  # fmt: skip
     return pd.DataFrame(rows)
-
-
-def _kappa(one: NDArray[Any], two: NDArray[Any]) -> float:
-    from sklearn.metrics import cohen_kappa_score
-
-    return float("nan") if len(set(one) | set(two)) == 1 else float(cohen_kappa_score(one, two))

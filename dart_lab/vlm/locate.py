@@ -9,6 +9,7 @@ import numpy as np
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families import family_of
+from dart_lab.vlm.families.base import placed
 from dart_lab.vlm.families.minicpm import marked_ids
 from dart_lab.vlm.layout import TokenLayout, VisualTokens, groups
 
@@ -46,7 +47,7 @@ def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None =
         position = np.flatnonzero(row)
         if sizes is not None and len(position) and first >= len(sizes):
             raise DartLabError(f"{len(sizes)} images were given, but the prompts hold more")
-        tokens, count = family.tokens(model, own_ids, position, inputs, first, sizes)
+        tokens, count = placed(family, model, own_ids, position, inputs, first, sizes)
         samples.append(tokens)
         first += count
     if sizes is not None and first != len(sizes):

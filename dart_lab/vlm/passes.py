@@ -15,7 +15,9 @@ from dart_lab.errors import DartLabError
 from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.cuts import Cut
+from dart_lab.vlm.encoded import DIGEST, Encoded
 from dart_lab.vlm.families import Family
+from dart_lab.vlm.families.base import placed
 from dart_lab.vlm.families.minicpm import marked_ids
 from dart_lab.vlm.families.videos import VIDEO_PIXELS, video_token
 from dart_lab.vlm.layout import TokenLayout, groups, unknown_place
@@ -24,8 +26,6 @@ from dart_lab.vlm.run import Sample
 from dart_lab.vlm.tap import Captured
 
 PICTURES_SHOWN = 4  # samples of a block whose pictures are kept for display
-_PICTURES_DIM = 4  # of a tower input that holds pictures, not loose patches
-_DIGEST = 7  # bytes of a fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,9 +120,7 @@ class PassWatcher:
         self._ids: Tensor | None = None
         self._inputs: dict[str, Any] = {}
         self._prompt_inputs: dict[str, Any] = {}
-        self._pixels: Tensor | None = None
-        self._pixels_whole = True
-        self._in_views = False
+        self._encoded = Encoded()
         self._expand = 1
         self._shown = 0
         self._undo: list[Callable[[], None]] = []
@@ -134,7 +132,7 @@ class PassWatcher:
                 self._hook(module.register_forward_pre_hook(self._note_ids, with_kwargs=True))
         self._hook(self.text.register_forward_pre_hook(self._begin, with_kwargs=True))
         for tower in compat.vision_towers(self.model):
-            self._hook(tower.register_forward_pre_hook(self._note_pixels, with_kwargs=True))
+            self._hook(tower.register_forward_pre_hook(self._encoded.note, with_kwargs=True))
         self._watch_generate()
 
     def detach(self) -> None:
@@ -144,7 +142,7 @@ class PassWatcher:
 
     def take_prompt(self, other: PassWatcher) -> None:
         """Know the prompt and the pictures that another watcher of this model saw, as if they had come by here."""
-        self.prompt, self._pixels = other.prompt, other._pixels
+        self.prompt, self._encoded.pixels = other.prompt, other._encoded.pixels
 
     def _hook(self, handle: Any) -> None:
         self._undo.append(handle.remove)
@@ -156,7 +154,7 @@ class PassWatcher:
             self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
 
         def note_inputs(*args: Any, **kwargs: Any) -> None:
-            self._pixels_whole = True
+            self._encoded.expect()
             named = next((x for x in (*args, *kwargs.values()) if isinstance(x, dict)), {})
             self._prompt_inputs = {  # releases that encode pictures ahead of the prompt keep grids from `forward`
                 name: x for name, x in named.items() if isinstance(x, Tensor) and not x.is_floating_point()
@@ -187,8 +185,7 @@ class PassWatcher:
     def _note_data(self, data: Mapping[str, Any]) -> None:
         """The same as `_note_ids` for a model that takes its inputs as one dict, its pictures as views of any size."""
         self._ids, self._inputs = marked_ids(data), dict(data)
-        views = [view for own in data.get("pixel_values") or () for view in own]
-        self._in_views, self._pixels = True, fingerprints(views) if views else None
+        self._encoded.note_views([view for own in data.get("pixel_values") or () for view in own])
         self._check_whole(self._ids, self._inputs)
 
     def _note_ids(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -199,7 +196,7 @@ class PassWatcher:
             # inputs of `generate` come once a sample, those of `forward` once a beam
             self._inputs = given | self._prompt_inputs if self._expand > 1 else self._prompt_inputs | given
             if any(name.startswith("pixel_values") for name in given):  # they are about to be encoded
-                self._pixels_whole = True
+                self._encoded.expect()
         if module is self.model and self._ids is not None and self._ids.shape[1] > 1:
             self._check_whole(self._ids, self._inputs)
 
@@ -207,30 +204,19 @@ class PassWatcher:
         """Raise the adapter's error for a prompt that was cut inside an image before the model stumbles over it."""
         if self.family is None or self._given is not None:
             return
-        if self.prompt is not None and self.prompt.continues(ids, self._pixels):
+        if self.prompt is not None and self.prompt.continues(ids, self._encoded.pixels):
             return
         first = 0
         ids = ids[:: self._expand]
         inputs = {**inputs, "input_ids": ids}
         visual = self.family.visual_mask(self.model, ids).cpu().numpy()
         for own, row in zip(ids.cpu().numpy(), visual, strict=True):
-            first += self.family.tokens(self.model, own, np.flatnonzero(row), inputs, first, None)[1]
-
-    def _note_pixels(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep what the tower encodes; of a prompt's pictures and videos, which come one after the other, all of it."""
-        if self._in_views:  # of which the tower gets a few at a time, padded
-            return
-        new = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
-        known = None if self._pixels_whole else self._pixels
-        joins = new is not None and known is not None and new.shape[1:] == known.shape[1:]
-        self._pixels = torch.cat([known, new]) if joins and known is not None and new is not None else new
-        self._pixels_whole = False
+            first += placed(self.family, self.model, own, np.flatnonzero(row), inputs, first)[1]
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids, self._ids = self._ids, None
         given, self._inputs = self._inputs, {}
-        self._pixels_whole = True
-        self._in_views = False
+        self._encoded.expect()
         embeds = kwargs.get("inputs_embeds")
         if ids is not None and embeds is not None and len(ids) != len(embeds):  # noted before beams were made
             ids = ids.repeat_interleave(len(embeds) // len(ids), dim=0)
@@ -250,7 +236,7 @@ class PassWatcher:
             self._refuse_right_padding(now)
         if visual is None:
             return
-        if cache is None and self.prompt is not None and self.prompt.continues(content, self._pixels):
+        if cache is None and self.prompt is not None and self.prompt.continues(content, self._encoded.pixels):
             first = self.prompt.current
             now.samples, now.layout, now.expand = first.samples, first.layout, first.expand
             now.step = self.prompt.current.step + content.shape[1] - self.prompt.ids.shape[1]
@@ -258,7 +244,7 @@ class PassWatcher:
         else:
             self._place(now, visual, ids, {**given, **kwargs})
             if past == 0:
-                self.prompt = Prompt(content, self._pixels, visual, now)
+                self.prompt = Prompt(content, self._encoded.pixels, visual, now)
 
     def past(self, kwargs: dict[str, Any]) -> int:
         """Columns that came before this pass, from the text model's keyword arguments."""
@@ -311,10 +297,11 @@ class PassWatcher:
                     f"visual has shape {tuple(given.shape)}, the prompt is ({batch}, {length}); mark every token of it"
                 )
             given = given.repeat_interleave(batch // given.shape[0], dim=0)
-            return torch.nn.functional.pad(given, (0, length - given.shape[1]))
-        if ids is None or self.family is None or (length == 1 and past):
+            visual = torch.nn.functional.pad(given, (0, length - given.shape[1]))
+        elif ids is None or self.family is None or (length == 1 and past):
             return None
-        visual = self.family.visual_mask(self.model, ids)
+        else:
+            visual = self.family.visual_mask(self.model, ids)
         return visual if bool(visual.any()) else None
 
     def _refuse_right_padding(self, now: Pass) -> None:
@@ -344,7 +331,7 @@ class PassWatcher:
             if self.family is None or own is None:
                 tokens, images = unknown_place(position), 1
             else:
-                tokens, images = self.family.tokens(self.model, own, position, kwargs, image, None)
+                tokens, images = placed(self.family, self.model, own, position, kwargs, image)
             samples.append(Sample(tokens, own, images))
             image += images
         now.samples, now.picture_rows = samples, self._picture_rows(kwargs, samples)
@@ -355,18 +342,10 @@ class PassWatcher:
 
     def _picture_rows(self, inputs: dict[str, Any], samples: Sequence[Sample]) -> list[range]:
         """Rows of the tower's input that belong to each picture of these samples; empty if that cannot be told."""
-        images = sum(sample.images for sample in samples)
-        if self.family is None or self._pixels is None or not images:
+        if self.family is None or not any(sample.images for sample in samples):
             return []
         each = self.family.pixel_rows(self.model, inputs, [sample.tokens for sample in samples])
-        rows = self._pixels.shape[0]
-        if not each or len(each) != images or rows % sum(each):
-            return []
-        repeat = rows // sum(each)  # beams encode a picture once each
-        own, starts = np.array(each), np.empty(images, dtype=np.int64)
-        order = np.argsort(self._are_videos(samples), kind="stable")  # all pictures are encoded first, then all videos
-        starts[order] = (np.cumsum(own[order]) - own[order]) * repeat
-        return [range(int(start), int(start) + one) for start, one in zip(starts, each, strict=True)]
+        return [] if each is None else self._encoded.rows(each, self._are_videos(samples))
 
     def _are_videos(self, samples: Sequence[Sample]) -> list[bool]:
         """For each picture of these samples whether it is a video, as its first placeholder says."""
@@ -384,10 +363,8 @@ class PassWatcher:
         for sample in samples:
             if self.family is None or not rows or self._shown == PICTURES_SHOWN:
                 return
-            if self._pixels is None or self._pixels.dim() != _PICTURES_DIM:
-                return
             if sample.images:
-                sample.view = as_picture(self._pixels[rows[image][self.family.whole]])
+                sample.view = self._encoded.view(rows[image][self.family.whole])
                 self._shown += 1
             image += sample.images
 
@@ -396,29 +373,14 @@ class PassWatcher:
         out: list[int] = []
         image = 0
         for number, sample in enumerate(now.samples):
-            digest, row = hashlib.blake2b(digest_size=_DIGEST), number * now.expand
+            digest, row = hashlib.blake2b(digest_size=DIGEST), number * now.expand
             real = slice(None) if now.attended is None else now.attended[row, now.past :].cpu().numpy()
             if sample.token_ids is not None:
                 digest.update(np.ascontiguousarray(sample.token_ids[real], dtype=np.int64).tobytes())
             elif self.prompt is not None:
                 digest.update(self.prompt.ids[row].detach().float().cpu().numpy()[real].tobytes())
-            if self._pixels is not None:
-                for rows in now.picture_rows[image : image + sample.images]:
-                    digest.update(self._pixels[rows.start : rows.stop].detach().float().cpu().numpy().tobytes())
+            for rows in now.picture_rows[image : image + sample.images]:
+                digest.update(self._encoded.content(rows))
             image += sample.images
             out += [int.from_bytes(digest.digest(), "big")] * now.expand
         return tuple(out)
-
-
-def fingerprints(views: Sequence[Tensor]) -> Tensor:
-    """`(views, bytes)` uint8: what stands for pixels that do not fit into one tensor."""
-    each = (np.ascontiguousarray(view.detach().float().cpu().numpy()).tobytes() for view in views)
-    return torch.tensor([list(hashlib.blake2b(one, digest_size=_DIGEST).digest()) for one in each], dtype=torch.uint8)
-
-
-def as_picture(pixels: Tensor) -> np.ndarray:
-    """One row of the tower's input, `(3, height, width)`, as `(height, width, 3)` uint8 over its own range."""
-    values = pixels.detach().float().cpu()
-    low, high = values.amin(), values.amax()
-    scaled = (values - low) / (high - low).clamp(min=torch.finfo(torch.float32).tiny)
-    return (scaled * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()

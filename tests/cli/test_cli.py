@@ -107,6 +107,7 @@ PRUNE_FAULTS = [
     (["--save", "kept.jpg"], "ends in .png"),
     (["--save", "."], ".png"),
     (["--method", "none-kept", "--keep", "5"], "keep"),
+    (["--method", "dart:9", "--keep", "3"], "changes nothing"),
 ]
 
 

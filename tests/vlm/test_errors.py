@@ -185,3 +185,11 @@ def test_a_mark_that_is_no_tensor_is_refused() -> None:
 def test_layers_to_record_are_whole_numbers(layers: Any) -> None:
     with pytest.raises(DartLabError, match="give whole numbers of decoder layers"):
         AttentionMass(layers=layers)
+
+
+def test_a_mark_without_a_token_is_said() -> None:
+    model, inputs = small_llava(), batch(ONE)
+    none = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
+    with pytest.warns(DartLabWarning, match="nothing was pruned"), prune(model, Random(keep=2), visual=none) as run:
+        model(**inputs)
+    assert not run.kept

@@ -9,8 +9,9 @@ import torch
 from PIL import Image
 
 from dart_lab.pruners import UniformGrid
+from dart_lab.vlm.encoded import as_picture
 from dart_lab.vlm.insert import prune
-from dart_lab.vlm.passes import PICTURES_SHOWN, as_picture
+from dart_lab.vlm.passes import PICTURES_SHOWN
 from dart_lab.vlm.select import select
 from tests.vlm.common import batch, small_llava
 

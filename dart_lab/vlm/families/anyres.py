@@ -19,7 +19,7 @@ from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import fill_pictures, image_token
 from dart_lab.vlm.families.order import prompt_order
 from dart_lab.vlm.families.videos import VIDEO_PIXELS, video_frames, video_token, visual_of_both
-from dart_lab.vlm.layout import BLENDED, NEWLINE, NO_PATCH, PATCH, VisualTokens, raster, unknown_place
+from dart_lab.vlm.layout import BLENDED, NEWLINE, NO_PATCH, PATCH, VisualTokens, raster
 
 _X, _Y, _NEWLINE = range(3)  # channels that go through the packing: centre of a patch in patches, and a mark
 _POOLED = 2  # patches a side that become one token of a video
@@ -54,8 +54,6 @@ class AnyRes:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         batch, video = inputs["input_ids"].cpu().numpy(), video_token(model.config)
         if video is None or not (batch == video).any():
             return fill_pictures(position, self._pictures(model, inputs, first_image, sizes), "image_sizes")

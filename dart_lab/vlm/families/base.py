@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.vlm.layout import VisualTokens
+from dart_lab.vlm.layout import VisualTokens, unknown_place
 
 
 class Family(Protocol):
@@ -49,7 +49,7 @@ class Family(Protocol):
         Args:
             model: the model.
             ids: `(sequence,)` the sample's token ids.
-            position: `(n,)` positions of the sample's visual tokens in the sequence.
+            position: `(n,)` positions of the sample's visual tokens in the sequence, at least one.
             inputs: what the processor returned for the batch (grids, image sizes …), with `input_ids` of all prompts.
             first_image: number of the sample's first image within the batch; a video counts as one image.
             sizes: (width, height) of every original picture and video, in the order of the prompts; None: boxes
@@ -71,6 +71,21 @@ class Family(Protocol):
         """For each picture of the batch `(rows, 4)`: the part of it that each row of the tower's input shows, as shares
         left, top, right, bottom; None: every row shows a whole picture.
         """
+
+
+def placed(
+    family: Family,
+    model: Any,
+    ids: np.ndarray,
+    position: np.ndarray,
+    inputs: Any,
+    first_image: int,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> tuple[VisualTokens, int]:
+    """`Family.tokens`, which is asked only about a sample that has visual tokens."""
+    if not len(position):
+        return unknown_place(position), 0
+    return family.tokens(model, ids, position, inputs, first_image, sizes)
 
 
 def image_token(config: Any) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import image_token
 from dart_lab.vlm.families.tiles import CUT, check_whole, one, rows_by_crops, runs, side_of, tiled
-from dart_lab.vlm.layout import VisualTokens, unknown_place
+from dart_lab.vlm.layout import VisualTokens
 
 _TAG = 2  # tokens in front of a tile within a row: a fake token around images, and the tile's tag
 
@@ -43,8 +43,6 @@ class Idefics:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         side, view = side_of(model.config), one(model.config.vision_config.image_size)
         tiles = runs(position)
         for tile in tiles:

@@ -13,7 +13,7 @@ from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
 from dart_lab.vlm.families.base import image_token
 from dart_lab.vlm.families.tiles import check_whole, one, rows_by_crops, runs, side_of, tiled
-from dart_lab.vlm.layout import VisualTokens, unknown_place
+from dart_lab.vlm.layout import VisualTokens
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,6 @@ class InternVL:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         side, view = side_of(model.config), one(model.config.vision_config.image_size)
         pictures = runs(position)
         parts = []

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
-from dart_lab.vlm.families.base import image_token
+from dart_lab.vlm.families.base import fill_pictures, image_token
 from dart_lab.vlm.families.tiles import rows_by_crops
-from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
+from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster
 
 
 @dataclass(frozen=True)
@@ -37,41 +37,14 @@ class Llava:
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
         vision = model.config.vision_config
-        side = vision.image_size // vision.patch_size
         has_cls = model.config.vision_feature_select_strategy == "full" and "siglip" not in vision.model_type
-        per_image = side * side + has_cls
-        images, rest = divmod(len(position), per_image)
-        if rest:
-            raise DartLabError(
-                f"{len(position)} visual tokens are not whole images of {per_image}: the prompt cuts an image "
-                "(a truncated prompt or chunked prefill); leave the image whole"
-            )
-        if not images:
-            return unknown_place(position), 0
-        parts = []
-        for image in range(images):
-            here = position[image * per_image : (image + 1) * per_image]
-            row, column, box = raster(side, side, vision.image_size, vision.image_size)
-            if sizes is not None:
-                box = uncropped(box, vision.image_size, sizes[first_image + image])
-            kind = np.full(side * side, PATCH)
-            if has_cls:
-                row, column = np.append(-1, row), np.append(-1, column)
-                kind, box = np.append(CLS, kind), np.concatenate([np.full((1, 4), np.nan), box])
-            same = np.zeros(per_image, dtype=np.int64)
-            parts.append(
-                VisualTokens(
-                    position=here.astype(np.int64),
-                    image=same + image,
-                    frame=same,
-                    crop=same,
-                    row=row,
-                    column=column,
-                    kind=kind,
-                    box=box,
-                )
-            )
-        return VisualTokens.join(parts), images
+        per_image = (vision.image_size // vision.patch_size) ** 2 + has_cls
+        view = (vision.image_size,) * 2
+        shown = (
+            square_frames(vision, has_cls, view if sizes is None else sizes[first_image + number])
+            for number in range(ceil(len(position) / per_image))
+        )
+        return fill_pictures(position, shown, str(per_image))
 
     def pixel_rows(self, model: Any, inputs: Mapping[str, Any], samples: Sequence[VisualTokens]) -> list[int] | None:
         return rows_by_crops(samples)
@@ -80,7 +53,24 @@ class Llava:
         return None
 
 
-def uncropped(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:
+def square_frames(vision: Any, has_cls: bool, size: tuple[int, int], frames: int = 1) -> VisualTokens:
+    """The tokens of a square picture, or of a video of square `frames`, in raster order, each led by its class token if
+    it `has_cls`. Boxes are in pixels of the original, whose `size` is (width, height).
+    """
+    side = vision.image_size // vision.patch_size
+    row, column, box = raster(side, side, vision.image_size, vision.image_size)
+    box, kind = _uncropped(box, vision.image_size, size), np.full(side * side, PATCH)
+    if has_cls:
+        row, column, kind = np.append(-1, row), np.append(-1, column), np.append(CLS, kind)
+        box = np.concatenate([np.full((1, 4), np.nan), box])
+    zero = np.zeros(frames * len(row), dtype=np.int64)
+    return VisualTokens(
+        position=zero, image=zero, frame=np.arange(frames).repeat(len(row)), crop=zero, row=np.tile(row, frames),
+        column=np.tile(column, frames), kind=np.tile(kind, frames), box=np.tile(box, (frames, 1)),
+    )  # fmt: skip
+
+
+def _uncropped(box: np.ndarray, view: int, size: tuple[int, int]) -> np.ndarray:
     """Undo CLIP's resize of the shortest side and centre crop: pixels of the view → pixels of the picture."""
     short = min(size)
     offset = np.array([(size[0] - short) / 2, (size[1] - short) / 2] * 2)

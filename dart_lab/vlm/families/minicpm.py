@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.tiles import CUT, rows_by_crops, runs
-from dart_lab.vlm.layout import QUERY, VisualTokens, unknown_place
+from dart_lab.vlm.layout import QUERY, VisualTokens
 
 _MARK = -1  # no token has this id
 _TAGS = 2  # tokens between two views in one row: the end of the one, the begin of the other
@@ -47,8 +47,6 @@ class MiniCPM:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         crops, queries = runs(position), int(model.config.query_num)
         odd = [len(crop) for crop in crops if len(crop) != queries]
         if odd:

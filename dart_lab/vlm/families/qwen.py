@@ -14,7 +14,7 @@ from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import fill_pictures
 from dart_lab.vlm.families.order import prompt_order
 from dart_lab.vlm.families.videos import visual_of_both
-from dart_lab.vlm.layout import PATCH, VisualTokens, raster, unknown_place
+from dart_lab.vlm.layout import PATCH, VisualTokens, raster
 
 _IMAGE_GRIDS, _VIDEO_GRIDS = "image_grid_thw", "video_grid_thw"
 _KINDS = {_IMAGE_GRIDS: "pictures", _VIDEO_GRIDS: "videos"}
@@ -45,8 +45,6 @@ class Qwen:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         merge = model.config.vision_config.spatial_merge_size
         grids, present = {}, set(ids[position].tolist())
         config = model.config

@@ -10,10 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from dart_lab.vlm.families.base import fill_pictures
-from dart_lab.vlm.families.llava import uncropped
+from dart_lab.vlm.families.llava import square_frames
 from dart_lab.vlm.families.order import prompt_order
 from dart_lab.vlm.families.videos import rows_by_frames, video_frames, visual_of_both
-from dart_lab.vlm.layout import CLS, PATCH, VisualTokens, raster, unknown_place
+from dart_lab.vlm.layout import VisualTokens
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,6 @@ class VideoLlava:
         first_image: int,
         sizes: Sequence[tuple[int, int]] | None,
     ) -> tuple[VisualTokens, int]:
-        if not len(position):
-            return unknown_place(position), 0
         vision, batch = model.config.vision_config, inputs["input_ids"].cpu().numpy()
         image, video = model.config.image_token_id, model.config.video_token_id
         frames = video_frames(inputs, needed=bool((batch == video).any()))
@@ -58,7 +56,9 @@ class VideoLlava:
         for number, (kind, index) in enumerate(order[first_image:], start=first_image):
             size = (view, view) if sizes is None else sizes[number]
             shown.append(
-                _frames(frames[index], True, vision, size) if kind == video else _frames(1, has_cls, vision, size)
+                square_frames(vision, True, size, frames[index])
+                if kind == video
+                else square_frames(vision, has_cls, size)
             )
         return fill_pictures(position, shown, f"{each[image]} tokens, or videos of {each[video]} a frame")
 
@@ -67,21 +67,6 @@ class VideoLlava:
 
     def regions(self, model: Any, inputs: Mapping[str, Any]) -> list[np.ndarray] | None:
         return None
-
-
-def _frames(count: int, has_cls: bool, vision: Any, size: tuple[int, int]) -> VisualTokens:
-    """The tokens of a video of `count` frames, whose boxes are in pixels of the original of `size` (width, height)."""
-    side = vision.image_size // vision.patch_size
-    row, column, box = raster(side, side, vision.image_size, vision.image_size)
-    box, kind = uncropped(box, vision.image_size, size), np.full(side * side, PATCH)
-    if has_cls:
-        row, column, kind = np.append(-1, row), np.append(-1, column), np.append(CLS, kind)
-        box = np.concatenate([np.full((1, 4), np.nan), box])
-    zero = np.zeros(count * len(row), dtype=np.int64)
-    return VisualTokens(
-        position=zero, image=zero, frame=np.arange(count).repeat(len(row)), crop=zero, row=np.tile(row, count),
-        column=np.tile(column, count), kind=np.tile(kind, count), box=np.tile(box, (count, 1)),
-    )  # fmt: skip
 
 
 VIDEO_LLAVA = VideoLlava()
