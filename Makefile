@@ -10,16 +10,18 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt $(PIP_ARGS)
 
-# Releases of transformers beside the pinned one, which `make test` runs; oldest supported first
+# Releases of transformers beside the pinned one, which `make test` runs in full; oldest supported first
 TRANSFORMERS ?= 4.57.6 5.0.0 5.17.0
+OLDEST := $(firstword $(TRANSFORMERS))
 
-.PHONY: help figure test test-versions lint unit clean
+.PHONY: help figure test test-versions lint unit oldest clean
 help:
 	@echo "make figure   install into $(VENV), then draw figures/position-bias.png with its data"
-	@echo "make test     install into $(VENV), then lint, types and all tests"
+	@echo "make test     install into $(VENV), then lint, types, all tests, and a short list on transformers $(OLDEST)"
 	@echo "make test-versions   all tests with each of transformers $(TRANSFORMERS), then with the pinned one"
 	@echo "make lint     ruff and mypy alone"
 	@echo "make unit     pytest alone"
+	@echo "make oldest   the short list of tests/versions.py alone, on transformers $(OLDEST) in .venvs"
 	@echo "make clean    remove caches and build folders (not $(VENV), not .venvs)"
 
 $(VENV)/.python:
@@ -45,7 +47,10 @@ lint: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-test: lint unit
+oldest: $(VENV)/.installed-dev
+	$(BIN)/python tests/versions.py $(OLDEST) --short -- -n $(WORKERS) --dist worksteal
+
+test: lint unit oldest
 
 test-versions: $(VENV)/.installed-dev
 	$(BIN)/python tests/versions.py $(TRANSFORMERS) -- $(PYTEST_ARGS)

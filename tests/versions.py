@@ -1,6 +1,7 @@
 """The suite on other releases of transformers: `make test-versions`, or `python tests/versions.py 4.57.6 -- tests/vlm`.
 
-Each release has an environment of its own under `.venvs/`, on top of the one that runs this; it is made once and kept.
+With `--short`, the tests of `SHORT` alone: what `make test` runs on the oldest release. Each release has
+an environment of its own under `.venvs/`, on top of the one that runs this; it is made once and kept.
 """
 
 from __future__ import annotations
@@ -14,6 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+#: What every release must do at least, and the tests that show it.
+SHORT = {
+    "models load, from folders of every family": ("tests/vlm/test_load.py", "tests/vlm/test_checkpoints.py"),
+    "dropping tokens equals masking them": ("tests/vlm/test_oracle.py",),
+    "greedy, sampled and beam search, further turns": ("tests/vlm/test_generate.py",),
+    "every kernel, every precision": ("tests/vlm/test_kernels.py",),
+    "every family, pictures and videos": (
+        "tests/vlm/families/test_every_family.py::test_dropping_equals_masking",
+        "tests/vlm/families/test_every_family.py::test_keeping_all_is_bit_identical",
+        "tests/vlm/families/test_every_family.py::test_greedy_decoding_equals_a_recompute_without_cache",
+    ),
+    "records of what was kept and attended": ("tests/probes",),
+}
 COMPANIONS = ("huggingface-hub", "tokenizers")  # what a release of transformers demands in versions of its own
 
 
@@ -53,7 +67,10 @@ def requirements(metadata: str) -> list[str]:
 def main(words: Sequence[str]) -> int:
     """Run the suite on each version in turn; 1 if one of them fails."""
     cut = words.index("--") if "--" in words else len(words)
-    versions, arguments = words[:cut], words[cut + 1 :]
+    asked, arguments = words[:cut], list(words[cut + 1 :])
+    versions = [word for word in asked if word != "--short"]
+    if "--short" in asked:
+        arguments += [test for tests in SHORT.values() for test in tests]
     failed = []
     for version in versions:
         print(f"transformers {version}", flush=True)
