@@ -134,23 +134,27 @@ def attended(block: Any, states: Tensor, mask: Tensor | None, **kwargs: Any) -> 
     """What the attention half of a vision block adds to its states `(crops, tokens, width)`; CLIP's build or DINOv2's.
 
     `mask` `(crops, 1, tokens, tokens)` is added to the logits, None adds nothing.
-
-    Raises:
-        DartLabError: there is a mask, and this release's attention takes none.
     """
     if hasattr(block, "self_attn"):
         return block.self_attn(hidden_states=block.layer_norm1(states), attention_mask=mask, **kwargs)[0]
-    takes = inspect.signature(block.attention.forward).parameters
-    if "attention_mask" in takes:
-        out = block.attention(block.norm1(states), attention_mask=mask, **kwargs)
-    elif mask is None:
-        out = block.attention(block.norm1(states))
+    states = block.norm1(states)
+    if "attention_mask" in inspect.signature(block.attention.forward).parameters:
+        out = block.attention(states, attention_mask=mask, **kwargs)
     else:
-        raise DartLabError(
-            f"{type(block).__name__} of this transformers release takes no mask, which the method needs inside the "
-            "vision tower; install transformers 5.24 or later, or use a method after the tower"
-        )
+        out = block.attention(states) if mask is None else _masked(block.attention, states, mask)
     return block.layer_scale1(out[0] if isinstance(out, tuple) else out)
+
+
+def _masked(attention: Any, states: Tensor, mask: Tensor) -> Tensor:
+    """DINOv2's attention with a mask, for releases whose module takes none (below 5.24)."""
+    own = attention.attention
+    query, key, value = (
+        part(states).unflatten(-1, (own.num_attention_heads, -1)).transpose(1, 2)
+        for part in (own.query, own.key, own.value)
+    )
+    kernel = attention_function(own, backend_of(own))
+    out = kernel(own, query, key, value, mask, is_causal=own.is_causal, scaling=own.scaling)[0]
+    return attention.output(out.flatten(2), states)
 
 
 def transformed(block: Any, states: Tensor) -> Tensor:
@@ -199,8 +203,21 @@ def backend_of(module: Any) -> str:
 def attention_function(module: Any, backend: str) -> Callable[..., Any]:
     """The function that `module` calls for `backend`; eager lives in the module's own file."""
     if backend == "eager":
+        if "head_mask" in inspect.signature(type(module).forward).parameters:
+            return _eager
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[backend]  # type: ignore[no-any-return]
+
+
+def _eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Eager attention that adds its mask; that of vision modules in transformers 4 multiplies by it (a head mask)."""
+    logits = query @ key.mT * scaling
+    weights = torch.softmax(logits if mask is None else logits + mask, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def attention_registry() -> MutableMapping[str, Callable[..., Any]]:

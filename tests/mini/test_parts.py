@@ -150,6 +150,19 @@ def test_methods_prune_it_and_keeping_all_changes_nothing(vlm: Any, pruner: Any,
                 assert torch.equal(vlm.model(**inputs).logits, plain)
 
 
+def test_merging_inside_the_tower_is_the_same_on_eager(folder: Path, vlm: Any) -> None:
+    """Proportional attention: what was merged adds the log of its size to the logits, whatever the kernel."""
+    inputs = vlm.prepare([scene.compose(np.random.default_rng(0)).image], ["is there a star?"])
+    eager = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    kept, logits = [], []
+    for model in (vlm.model, eager):
+        with torch.inference_mode(), dl.prune(model, ToMe(keep=5, blocks=2)) as run:
+            logits.append(model(**inputs).logits)
+        kept.append(run.kept[0].tolist())
+    assert kept[0] == kept[1]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=0)
+
+
 def test_class_token_methods_read_the_tower_s_own_attention(vlm: Any) -> None:
     """FasterVLM's kept patches are those that the class token attends to most, by the model's eager weights."""
     inputs = vlm.prepare([scene.compose(np.random.default_rng(0)).image], ["is there a star?"])
