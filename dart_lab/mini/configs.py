@@ -117,6 +117,7 @@ def other_configs() -> dict[str, dict[str, Any]]:
         "unk_token": PAD,
         "additional_special_tokens": [IMAGE_TOKEN],
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
     }
     generation = {
         "bos_token_id": 1,

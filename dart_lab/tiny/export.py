@@ -136,6 +136,7 @@ def processor_configs() -> dict[str, dict[str, Any]]:
         "unk_token": words.UNKNOWN,
         "additional_special_tokens": [words.IMAGE],
         "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
     }
     return {
         "preprocessor_config.json": {**image_processor, "processor_class": "LlavaProcessor"},
