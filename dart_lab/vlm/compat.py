@@ -296,6 +296,12 @@ def image_processor(source: str, settings: Mapping[str, Any], options: Mapping[s
     return made
 
 
+def passes_options_on(processor: Any) -> bool:
+    """False for a processor whose tokenizer cannot be given options in a call: Video-LLaVA's of earlier releases."""
+    taken = inspect.signature(type(processor).__call__).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken)
+
+
 EMBEDDING_METHOD = "get_vllm_embedding"  # of MiniCPM-V's own code: takes all inputs as one dict, embeds the prompt
 
 

@@ -217,10 +217,15 @@ def check_model_type(model_type: object, name: str) -> None:
 def _auto_class(config: Any) -> Any:
     """The class of transformers that builds a model: for one of its authors' code, a class that this code names."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    from transformers.models.auto import modeling_auto
 
-    named = {} if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING else getattr(config, "auto_map", {})
-    return getattr(transformers, next((name for name in _AUTO_CLASSES if name in named), _AUTO_CLASSES[0]))
+    named = getattr(config, "auto_map", {})
+    chosen = next((name for name in _AUTO_CLASSES if name in named), _AUTO_CLASSES[0])
+    if type(config) in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        chosen = _AUTO_CLASSES[0]
+    elif type(config) in modeling_auto.MODEL_FOR_PRETRAINING_MAPPING:  # Video-LLaVA in transformers 4
+        chosen = "AutoModelForPreTraining"
+    return getattr(transformers, chosen)
 
 
 def _model(files: _Files, how: _How) -> Any:

@@ -69,10 +69,13 @@ class VLM:
         prompts = build_prompts(self.processor, self.family, questions, [len(own) for own in pictures])
         bos = self.processor.tokenizer.bos_token
         whole = bos is not None and all(prompt.startswith(bos) for prompt in prompts)
+        options: dict[str, Any] = {"padding_side": "left", "add_special_tokens": not whole}
+        if not compat.passes_options_on(self.processor):  # its tokenizer pads and begins the prompt as it is set to
+            self.processor.tokenizer.padding_side, options = "left", {}
+            prompts = [prompt.removeprefix(bos or "") for prompt in prompts]
         try:
             inputs = self.processor(
-                images=pictures if any(pictures) else None, text=prompts, return_tensors="pt", padding=True,
-                padding_side="left", add_special_tokens=not whole,
+                images=pictures if any(pictures) else None, text=prompts, return_tensors="pt", padding=True, **options
             )
         except (ValueError, TypeError) as error:  # TypeError: a release whose processor takes no such argument
             raise DartLabError(f"the processor refused the batch ({' '.join(str(error).split())[:300]})") from error

@@ -12,7 +12,7 @@ from tokenizers.models import BPE
 
 from tests.models import PATCH as LLAVA_PATCH
 from tests.models import llava_model
-from tests.vlm.families import anyres_models, qwen_models, tile_models
+from tests.vlm.families import anyres_models, qwen_models, tile_models, video_llava_models
 
 LLAVA_GRID = 4
 _TAGS = tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))  # that Idefics3 looks up
@@ -98,6 +98,19 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
             "video_token": "<video>", "vision_aspect_ratio": "anyres_max_2",
         },
         "video": {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": _VIEW, **_MEAN},
+    },
+    "video_llava": {
+        "model": video_llava_models.video_llava_model, "image": "<image>",
+        "preprocessor": {
+            "image_processor_type": "VideoLlavaImageProcessor", "processor_class": "VideoLlavaProcessor",
+            "size": {"shortest_edge": video_llava_models.VIEW},
+            "crop_size": {"height": video_llava_models.VIEW, "width": video_llava_models.VIEW}, **_MEAN,
+        },
+        "processor": {
+            "processor_class": "VideoLlavaProcessor", "patch_size": video_llava_models.PATCH,
+            "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default", "image_token": "<image>",
+            "video_token": "<video>",
+        },
     },
     "qwen2_vl": _qwen("qwen2_vl", "Qwen2VLProcessor", "Qwen2VLImageProcessor", **_QWEN_PIXELS),
     "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor", "Qwen2VLImageProcessorFast", **_QWEN_PIXELS),
