@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache
@@ -280,6 +281,17 @@ def mask_from_allowed(allowed: Tensor, backend: str, dtype: torch.dtype) -> Any:
     raise DartLabError(f"attention backend {backend!r} cannot take a batch whose rows keep different numbers; use sdpa")
 
 
+def hidden_image_processor(name: str) -> Any | None:
+    """The Pillow class of an image processor where the release has it and still refuses it for want of torchvision.
+
+    5.17 does that where a class's file names torchvision in a comment: Idefics3, SmolVLM. None for all others.
+    """
+    pillow = f"{name.removesuffix('Fast')}Pil"
+    offered = getattr(transformers, pillow, None)
+    real = None if offered is None else getattr(import_module(offered.__module__), pillow)
+    return None if real is offered else real
+
+
 def image_processor(source: str, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
     """The image processor of a checkpoint, whose own settings are `settings`; the Pillow class without torchvision.
 
@@ -288,7 +300,8 @@ def image_processor(source: str, settings: Mapping[str, Any], options: Mapping[s
     """
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17 hides it one level up
 
-    made = AutoImageProcessor.from_pretrained(source, **options)
+    kind = hidden_image_processor(settings.get("image_processor_type", "")) or AutoImageProcessor
+    made = kind.from_pretrained(source, **options)
     size = settings.get("size") or {}
     bounds = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
     if all(bounds.values()) and set(bounds) <= set(inspect.signature(type(made).__init__).parameters):

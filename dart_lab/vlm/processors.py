@@ -44,8 +44,10 @@ def load_processor(source: str, name: str, config: Any, options: Mapping[str, An
     chosen = named if complete or alike is None else alike  # some releases cannot even import the class that is named
     kind = getattr(transformers, chosen, None)
     takes_videos = kind is not None and _VIDEO in inspect.signature(kind.__init__).parameters
-    if chosen != named or (takes_videos and not complete):
-        processor = _without_videos(kind, source, options)
+    pictures = read_json(source, PICTURE_SETTINGS[1], options)
+    hidden = compat.hidden_image_processor(pictures.get("image_processor_type", "")) is not None
+    if chosen != named or hidden or (takes_videos and not complete):
+        processor = _without_videos(kind, source, pictures, options)
     else:
         processor = transformers.AutoProcessor.from_pretrained(source, **options)
     tokenizer = getattr(processor, "tokenizer", None)
@@ -68,14 +70,14 @@ class _NoVideos:
         return super().check_argument_for_proper_class(argument_name, argument)  # type: ignore[misc]
 
 
-def _without_videos(kind: Any, source: str, options: Mapping[str, Any]) -> Any:
-    """A processor of class `kind`, whose video processor is None if it has one."""
+def _without_videos(kind: Any, source: str, pictures: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """A processor of class `kind`, whose video processor is None if it has one; `pictures`: its image settings."""
     from transformers import AutoTokenizer
 
     made: Any = type(kind.__name__, (_NoVideos, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     settings, _ = made.get_processor_dict(source, **options)
     parts = {
-        "image_processor": compat.image_processor(source, read_json(source, PICTURE_SETTINGS[1], options), options),
+        "image_processor": compat.image_processor(source, pictures, options),
         "tokenizer": AutoTokenizer.from_pretrained(source, **options),
         _VIDEO: None,
     }

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available
 
 import dart_lab as dl
+from dart_lab.vlm import compat
 from dart_lab.vlm.vlm import VLM
 from tests.vlm.checkpoints import CHECKPOINTS, save_checkpoint
 
@@ -49,6 +50,7 @@ def official(folder: Path) -> Any:
     kind = getattr(transformers, settings.pop("processor_class"))
     pictures = settings.pop("image_processor_type").removesuffix("Fast")
     pil = getattr(transformers, pictures + "Pil", None) or getattr(transformers, pictures)
+    pil = compat.hidden_image_processor(pictures) or pil
     if "min_pixels" in inspect.signature(pil.__init__).parameters and "shortest_edge" in settings.get("size", {}):
         settings |= {"min_pixels": settings["size"]["shortest_edge"], "max_pixels": settings["size"]["longest_edge"]}
     taken = inspect.signature(kind.__init__).parameters

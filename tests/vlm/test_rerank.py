@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from dart_lab.errors import DartLabError
 from dart_lab.pruners import FastV
@@ -67,6 +68,12 @@ def test_first_step_equals_dropping() -> None:
 
 def test_beams_are_ranked_anew_too() -> None:
     model = small_llava()
+    if transformers.__version__.startswith("5.17."):
+        plain, without = (
+            generate(model, prompts(), do_sample=False, num_beams=2, use_cache=cache) for cache in (True, False)
+        )
+        assert not torch.equal(plain.sequences, without.sequences)
+        pytest.skip("this release of transformers mixes pictures up for beams without cache, unpruned too")
     with prune(model, FastV(keep=0.25, rerank=True, layer=LAST)) as run:
         cached = generate(model, prompts(), do_sample=False, num_beams=2)
     with prune(model, FastV(keep=0.25, rerank=True, layer=LAST)):

@@ -118,7 +118,7 @@ def test_beam_scores_equal_teacher_forcing(kind: Zoo) -> None:
     if str(kind) == "qwen3_vl video" and transformers.__version__.startswith("4."):
         pytest.skip("this release of transformers cannot repeat a timed video for beams")
     model, inputs = kind.model("sdpa"), kind.batch("one")
-    if str(kind) == "internvl" and transformers.__version__.startswith(("4.", "5.0.")):
+    if str(kind) == "internvl" and transformers.__version__.startswith(("4.", "5.0.", "5.17.")):
         score, again = best_beam(kind, model, inputs, None)
         assert not torch.allclose(score, again, atol=1e-5, rtol=0)
         pytest.skip("this release of transformers mixes a picture's tiles up for beams, unpruned too")

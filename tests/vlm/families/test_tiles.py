@@ -135,10 +135,7 @@ def test_tags_of_the_real_processor() -> None:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>")
     tokenizer.add_special_tokens({"additional_special_tokens": special})
-    images = transformers.Idefics3ImageProcessor(
-        size={"longest_edge": tile_models.LONGEST}, max_image_size={"longest_edge": tile_models.VIEW}
-    )
-    processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=PER_TILE)
+    processor = transformers.Idefics3Processor(tile_models.splitting("idefics3"), tokenizer, image_seq_len=PER_TILE)
     made = processor(
         images=[[picture((90, 40)), picture((40, 90)), picture((50, 50))]], return_tensors="pt",
         text=["what <image><image> and <image>?"],

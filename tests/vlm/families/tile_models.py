@@ -11,6 +11,7 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
+from dart_lab.vlm import compat
 from tests.vlm.families.anyres_models import Size, picture, words
 
 IMAGE, BREAK, FAKE, WHOLE, WORDS = 5, 6, 7, 8, 60
@@ -60,11 +61,16 @@ def processed(kind: str, prompts: Sequence[Sequence[Image.Image]]) -> dict[str, 
         )
         nested = [one for pictures in nested for one in pictures]
     else:
-        processor = getattr(transformers, f"{CLASSES[kind]}ImageProcessor")(
-            size={"longest_edge": LONGEST}, max_image_size={"longest_edge": VIEW}
-        )
+        processor = splitting(kind)
     asked = {} if kind == "internvl" else {"return_row_col_info": True}
     return dict(processor(nested, return_tensors="pt", input_data_format="channels_last", **asked))
+
+
+def splitting(kind: str) -> Any:
+    """The image processor of Idefics3 or SmolVLM."""
+    name = f"{CLASSES[kind]}ImageProcessor"
+    made = compat.hidden_image_processor(name) or getattr(transformers, name)
+    return made(size={"longest_edge": LONGEST}, max_image_size={"longest_edge": VIEW})
 
 
 def tile_batch(kind: str, prompts: Sequence[Sequence[Size]]) -> dict[str, Tensor]:
