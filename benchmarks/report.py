@@ -127,6 +127,19 @@ def studies(r: dict[str, Any]) -> str:
     )
 
 
+def rolebook(r: dict[str, Any]) -> str:
+    """What rolebook.py found."""
+    stops = " and ".join(map(str, r["killed_after_blocks"]))
+    return (
+        f"`dart-lab roles fit` on `tiny` and {r['pictures']:,} drawn pictures: {r['wall_s']:,.0f} s "
+        f"({r['processor_s']:,.0f} s of processor time, beside other work). {r['first_mib']} MiB resident after the "
+        f"first of {r['blocks']} blocks, {r['last_mib']} MiB after the last; slope over the second half "
+        f"{r['slope_mib_per_1000_pictures']} MiB per 1,000 pictures; {r['peak_mib']} MiB at the peak, with the "
+        f"clustering. Killed (SIGKILL) after {stops} blocks and started again: same bytes as the uninterrupted one: "
+        f"{r['same_bytes']}."
+    )
+
+
 def mass(r: dict[str, Any]) -> str:
     """What mass.py found, in a few sentences."""
     slow, more, eager = r["times_plain"], r["extra_mb"], "eager output_attentions"
@@ -170,6 +183,7 @@ DESCRIBE = {
     "studies": studies,
     "branch": branch,
     "mass": mass,
+    "rolebook": rolebook,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.probes.attention_mass import AttentionMass, MassTrace, group_mass
 from dart_lab.pruners import DART
+from dart_lab.vlm import recording
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.masking import mask_drop
 from dart_lab.vlm.recording import record
+from dart_lab.vlm.tap import Captured
 from tests.vlm.common import IMAGE, ONE, THREE, TOKENS, Uneven, alone, batch, hidden_columns, small_llava
+from tests.vlm.kernels import FLASH, emulated_flash, uncompiled_flex
 from tests.vlm.stepping import decode
 
 ROLES = {"dead": [np.arange(0, 5)] * 3, "sink": [np.array([7])] * 3, "none": [np.array([], dtype=int)] * 3}
@@ -125,11 +130,59 @@ def test_masses_of_a_model_equal_its_own_dense_weights(
     for layer, (mass, _, number, _) in trace.passes[0].layers.items():
         here = torch.from_numpy(mass[:, :, :-1]).double()
         present = torch.from_numpy(number[:, :-1] > 0)[:, None, :, None].expand_as(here)
+        # a whole model behind each side, in float32; the next test has the same queries and keys on both
         torch.testing.assert_close(here[present], expected[layer][present], atol=3e-6, rtol=0)
     table = trace.table(heads=True)
     sums = table.groupby(["sample", "step", "layer", "head", "query"], sort=False)["mass"].sum()
     assert np.allclose(sums, 1, atol=1e-6), sums[~np.isclose(sums, 1, atol=1e-6)]
     assert (table.loc[table["key"] == "none", "mass"] == 0).all()
+
+
+@contextmanager
+def kernel(name: str) -> Iterator[Any]:
+    """A model with that attention kernel."""
+    with ExitStack() as stack:
+        stack.enter_context(emulated_flash() if name == FLASH else nullcontext())
+        stack.enter_context(uncompiled_flex() if name == "flex_attention" else nullcontext())
+        model = small_llava(kv_heads=2, attention="sdpa" if name == FLASH else name)
+        if name == FLASH:
+            model.model.language_model.config._attn_implementation_internal = name
+        yield model
+
+
+@pytest.mark.parametrize("pruner", [None, DART(keep=6, layer=2), Uneven(layer=2)], ids=["full", "dart", "ragged"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention", FLASH])
+def test_masses_are_those_of_the_queries_and_keys_that_the_kernel_got(
+    attention: str, pruner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped heads, a padded batch, prefill and decode: dense float64 attention of the same numbers says the same."""
+    calls: list[Captured] = []
+    worst: list[float] = []
+    observe, measure = recording._Recorder.observe, recording.group_mass
+
+    def observed(self: Any, layer: int, captured: Captured) -> None:
+        calls.append(captured)
+        observe(self, layer, captured)
+
+    def measured(attend: Any, rows: Tensor, columns: Tensor, groups: int, **more: Any) -> Any:
+        found = measure(attend, rows, columns, groups, **more)
+        query, key = calls[-1].query, calls[-1].key
+        count, keys = query.shape[2], key.shape[2]
+        allowed = torch.ones(keys, keys, dtype=torch.bool).tril()[keys - count :] & (columns != -1)[:, None, None]
+        expected, each = by_loops(dense(query, key, allowed), allowed, rows, columns, groups)
+        present = (found[2][:, :groups] > 0)[:, None, :, None].expand_as(expected)
+        mass, pairwise = (value[:, :, :groups].double() for value in found[:2])
+        worst.append(float((mass - expected)[present].abs().max()))
+        worst.append(float((pairwise - each).nan_to_num(nan=0.0).abs().max()))
+        assert torch.equal(pairwise.isnan(), each.isnan())
+        return found
+
+    monkeypatch.setattr(recording._Recorder, "observe", observed)
+    monkeypatch.setattr(recording, "group_mass", measured)
+    with kernel(attention) as model:
+        recorded(model, batch(THREE), pruner, steps=2)
+    assert len(worst) == 2 * 3 * 4  # mass and pairwise score of a prompt and two steps in four layers
+    assert max(worst) <= 2e-6, max(worst)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
