@@ -193,4 +193,5 @@ FIGURE = FigureSpec(
     draw=draw,
     lines=lines,
     trace=False,
+    roles=True,
 )

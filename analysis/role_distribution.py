@@ -150,4 +150,5 @@ FIGURE = FigureSpec(
     draw=draw,
     lines=lines,
     trace=False,
+    roles=True,
 )

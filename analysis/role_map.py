@@ -127,4 +127,5 @@ FIGURE = FigureSpec(
     draw=draw,
     lines=lines,
     trace=False,
+    roles=True,
 )

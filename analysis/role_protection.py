@@ -217,4 +217,5 @@ FIGURE = FigureSpec(
     draw=draw,
     lines=lines,
     trace=False,
+    roles=True,
 )

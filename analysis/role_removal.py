@@ -165,4 +165,5 @@ FIGURE = FigureSpec(
     draw=draw,
     lines=lines,
     trace=False,
+    roles=True,
 )

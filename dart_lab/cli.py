@@ -139,6 +139,8 @@ def figure(
     from dart_lab.displays.figure import FigureOptions, figure_spec, run_figure
     from dart_lab.displays.figure_names import figure_names
 
+    if data == "":
+        raise DartLabError("--data is empty: name a task or a folder, or leave it out for the drawn world")
     names = figure_names() if name == "all" else [name or ""]
     if not name:
         raise DartLabError(f"the figure's name is missing. Known: {', '.join(figure_names())}, or all")
@@ -149,8 +151,9 @@ def figure(
         keep=None if keep is None else tuple(parse_keep(part) for part in _split(keep, "keep")),
         layer=layer, n=n, seed=seed, out=out, progress=progress, rolebook=rolebook,
     )
-    for each in names:
-        figure_spec(each)
+    specs = [figure_spec(each) for each in names]
+    if rolebook is not None and not any(spec.roles for spec in specs):
+        raise DartLabError(f"--rolebook {rolebook}: figure {name!r} reads no roles; leave it out, or see --list")
     _check_figure_options(chosen)
     for each in names:
         for path in run_figure(each, chosen, from_file=from_file, echo=_plain):

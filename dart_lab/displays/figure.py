@@ -79,6 +79,7 @@ class FigureSpec:
         draw: table and facts → a matplotlib figure; needs no model.
         lines: facts → the lines printed when the figure is made. Default none.
         trace: the table is a trace, one row a visual token. Default True; False: any table.
+        roles: it reads a rolebook. Default False.
     """
 
     name: str
@@ -87,6 +88,7 @@ class FigureSpec:
     draw: Callable[[pd.DataFrame, Mapping[str, Any]], Figure]
     lines: Callable[[Mapping[str, Any]], list[str]] = lambda facts: []
     trace: bool = True
+    roles: bool = False
 
 
 def figure_spec(name: str) -> FigureSpec:

@@ -62,6 +62,11 @@ class AttentionMass:
     def __post_init__(self) -> None:
         if self.layers is not None and not all(isinstance(layer, Integral) for layer in self.layers):
             raise DartLabError(f"layers={self.layers!r}: give whole numbers of decoder layers, such as [1, 4]")
+        if not (self.groups is None or callable(self.groups) or isinstance(self.groups, Mapping)):
+            raise DartLabError(
+                f"groups={self.groups!r}: give name → for each sample its visual tokens, such as {{'dead': [[0, 1]]}}, "
+                "or a function of a sample"
+            )
         if callable(self.groups) and self.own is None:
             raise DartLabError("groups is a function: say in own=(…) which names it returns, in their order")
         fixed = (BOS, BEFORE, VISUAL, AFTER, GENERATED, LAST)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.budget import check_keep, resolve_keep
 from dart_lab.pruners.reduction import PAD, Reduction
 from dart_lab.pruners.selectors import ascending, top_k
@@ -72,10 +72,8 @@ class Pruner(ABC):
             check_keep(self.keep)
         elif self._needs_keep():
             raise DartLabError(f"{self.name}: keep is missing; give keep=128 (tokens) or keep=0.25 (retention ratio)")
-        if isinstance(self.layer, bool) or not isinstance(self.layer, int) or self.layer < 1:
-            raise DartLabError(
-                f"{self.name}: layer={self.layer!r}: give a whole number K ≥ 1; pruning at K looks at layer K-1"
-            )
+        check_whole(f"{self.name}: layer", self.layer, least=1, hint="pruning at K ≥ 1 looks at layer K-1")
+        check_whole(f"{self.name}: seed", self.seed)
         if self.budget not in ("exact", "official"):
             raise DartLabError(f"{self.name}: budget={self.budget!r}: expected 'exact' or 'official'")
 

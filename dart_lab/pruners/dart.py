@@ -9,7 +9,7 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.budget import check_choice, check_one_of, check_reduction_ratio, retained
 from dart_lab.pruners.dart_certificate import covering, duplication_margin
@@ -87,9 +87,7 @@ class DART(Pruner):
         check_choice("dart", "official_path", self.official_path, get_args(OfficialPath))
         check_reduction_ratio("dart", self.reduction_ratio, self.budget)
         for field in ("image_pivots", "text_pivots"):
-            number = getattr(self, field)
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise DartLabError(f"dart: {field}={number!r}: give a whole number, 0 or more")
+            check_whole(f"dart: {field}", getattr(self, field), least=0)
         if self.image_pivots + self.text_pivots == 0:
             raise DartLabError("dart: image_pivots=0 and text_pivots=0: give at least one pivot (the paper: 4 and 4)")
         if self.epsilon is not None and (self.budget == "official" or not -1 <= self.epsilon <= 1):

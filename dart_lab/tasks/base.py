@@ -10,7 +10,7 @@ from typing import Any, overload
 import numpy as np
 from PIL import Image
 
-from dart_lab.errors import DartLabError, did_you_mean
+from dart_lab.errors import DartLabError, check_whole, did_you_mean
 
 Box = tuple[float, float, float, float]
 
@@ -133,10 +133,10 @@ def load_task(
     >>> load_task("shapes", n=2).provenance()["families"][:2]
     ['exist', 'attribute']
     """
-    if n is not None and n < 1:
-        raise DartLabError(f"n is {n}: a task needs at least one sample")
-    if questions_per_image < 1:
-        raise DartLabError(f"questions_per_image is {questions_per_image}: give 1 or more")
+    if n is not None:
+        check_whole("n", n, least=1)
+    check_whole("seed", seed)
+    check_whole("questions_per_image", questions_per_image, least=1)
     if str(name) in TASKS:
         return TASKS[str(name)](200 if n is None else n, seed, families, questions_per_image)
     folder = Path(name)

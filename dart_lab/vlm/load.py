@@ -77,6 +77,8 @@ def load(
     >>> vlm.name, vlm.family.name
     ('tiny', 'llava')
     """
+    if not isinstance(name, str | os.PathLike):
+        raise DartLabError(f"{name!r} names no model; give 'tiny', 'mini', a folder, or a hub id as owner/name")
     name = os.fspath(name)
     place = _device(device)
     wanted = _dtype(dtype)

@@ -182,6 +182,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--data", ""], "--data is empty"),
         (["--methods", "dart,fastw"], "Did you mean 'fastv'?"),
         (["--methods", "dart,,fastv"], "an entry is empty"),
         (["--methods", "dart:keep_radio=0.5"], "by name alone; give budgets with --keep"),
@@ -193,7 +194,7 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
         (["--model", "tinny"], "Did you mean 'tiny'?"),
         (["--data", "shaps"], "Did you mean 'shapes'?"),
         (["--from", "nothing.parquet"], "nothing.parquet"),
-        (["--rolebook", "nothing.rolebook"], "make one with dart-lab roles fit"),
+        (["--rolebook", "nothing.rolebook"], "reads no roles"),
     ],
 )
 def test_figure_refuses_before_computing(
@@ -205,6 +206,11 @@ def test_figure_refuses_before_computing(
     out = tmp_path / "figures"
     one_line(run("figure", "position-bias", "--out", out, *words), 2, message)
     assert not out.exists()
+
+
+def test_a_rolebook_that_is_not_there_is_named(run: Runner, tmp_path: Path) -> None:
+    words = ("figure", "role-map", "--out", tmp_path / "figures", "--rolebook", "nothing.rolebook")
+    one_line(run(*words), 2, "make one with dart-lab roles fit")
 
 
 def test_a_file_in_the_place_of_the_output_folder_is_refused(run: Runner, tmp_path: Path) -> None:

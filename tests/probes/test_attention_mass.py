@@ -277,6 +277,8 @@ def test_bad_probes_are_refused_in_words() -> None:
     model, inputs = small_llava(), batch(ONE)
     with pytest.raises(DartLabError, match="name of a fixed group"):
         AttentionMass(groups={"visual": [[0]]})
+    with pytest.raises(DartLabError, match="groups='dead': give name"):
+        AttentionMass(groups="dead")  # type: ignore[arg-type]
     with pytest.raises(DartLabError, match="Did you mean 'dead'"):
         AttentionMass(groups={"dead": [[0]]}, renormalise=("deda",))
     with pytest.raises(DartLabError, match="layers 0 to 3"), record(model, AttentionMass(layers=[4])):

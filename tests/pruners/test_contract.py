@@ -6,7 +6,7 @@ import ast
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,6 +28,13 @@ from dart_lab.testing import check_pruner
 ], ids=lambda method: method.name)
 def test_own_methods_keep_the_contract(method: Pruner) -> None:
     check_pruner(method)
+
+
+@pytest.mark.parametrize("method", [DART, FastV, Random, UniformGrid])
+@pytest.mark.parametrize("wrong", [{"seed": "a"}, {"seed": 1.0}, {"seed": True}, {"layer": 1.0}, {"layer": 0}], ids=str)
+def test_seeds_and_layers_are_whole_numbers(method: type[Pruner], wrong: dict[str, Any]) -> None:
+    with pytest.raises(DartLabError, match="give a whole number"):
+        method(keep=4, **wrong)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -237,9 +237,11 @@ def test_digits_differ_from_each_other(digit: str) -> None:
         ({"name": "shpaes"}, "'shapes'"),
         ({"name": "shapes", "families": ["cuont"]}, "'count'"),
         ({"name": "shapes", "families": []}, "empty"),
-        ({"name": "shapes", "n": 0}, "n is 0"),
+        ({"name": "shapes", "n": 0}, "n=0"),
+        ({"name": "shapes", "n": 1.5}, "n=1.5: give a whole number"),
+        ({"name": "shapes", "seed": "a"}, "seed='a'"),
         ({"name": "shapes", "seed": -1}, "seed is -1"),
-        ({"name": "shapes", "questions_per_image": 0}, "questions_per_image is 0"),
+        ({"name": "shapes", "questions_per_image": 0}, "questions_per_image=0"),
     ],
 )
 def test_wrong_input_is_one_helpful_line(arguments: dict, part: str) -> None:

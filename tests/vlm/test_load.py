@@ -93,6 +93,7 @@ def test_bad_names_get_one_line(tmp_path: Path) -> None:
     assert "no such folder" in one_line(lambda: dl.load("./nowhere"))
     assert "no such folder" in one_line(lambda: dl.load(tmp_path / "nowhere"))
     assert "name is empty" in one_line(lambda: dl.load(""))
+    assert "names no model" in one_line(lambda: dl.load(3))  # type: ignore[arg-type]
     file = tmp_path / "model.safetensors"
     file.touch()
     assert "is a file" in one_line(lambda: dl.load(file))
