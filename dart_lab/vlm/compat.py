@@ -336,6 +336,27 @@ def refuse_chunks(*args: Any, **kwargs: Any) -> None:
             )
 
 
+ASSISTANT_METHOD = "_get_candidate_generator"  # of a model with `generate`: makes what proposes tokens
+
+
+def prompt_first(candidates: Any) -> Any:
+    """What proposes tokens in assisted decoding, made to propose none in its first call, with which the prompt runs.
+
+    A method decides from the prompt alone, and a candidate that ran with it could not be cropped from the cache.
+    """
+    if getattr(candidates, "requires_model_outputs", False):  # has none before the prompt has run
+        return candidates
+    propose = candidates.get_candidates
+
+    def none_yet(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        candidates.get_candidates = propose
+        propose(input_ids, *args, **kwargs)  # an assistant model begins its cache here
+        return input_ids, None
+
+    candidates.get_candidates = none_yet
+    return candidates
+
+
 def has_position_axes(text: nn.Module) -> bool:
     """True for a text model whose rotary positions are several numbers a token (M-RoPE: time, row, column)."""
     config: Any = text.config

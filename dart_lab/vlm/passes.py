@@ -148,7 +148,9 @@ class PassWatcher:
         self._undo.append(handle.remove)
 
     def _watch_generate(self) -> None:
-        """Learn how often `generate` repeats each sample (beams, returned sequences); refuse a prompt in chunks."""
+        """Learn how often `generate` repeats each sample (beams, returned sequences); refuse a prompt in chunks; in
+        assisted decoding, let no candidate run with the prompt.
+        """
 
         def note(*args: Any, **kwargs: Any) -> None:
             self._expand = int(kwargs.get("expand_size", args[0] if args else 1))
@@ -167,19 +169,29 @@ class PassWatcher:
         self._precede(runner, "_expand_inputs_for_generation", note)
         for name in compat.PREFILL_METHODS:
             self._precede(runner, name, compat.refuse_chunks)
+        self._surround(runner, compat.ASSISTANT_METHOD, lambda method: lambda *args, **kwargs: compat.prompt_first(
+            method(*args, **kwargs)
+        ))
         self._precede(self.model, compat.EMBEDDING_METHOD, self._note_data)
 
     def _precede(self, owner: Any, name: str, act: Callable[..., None]) -> None:
         """Call `act` with the same arguments before the method `name` of `owner`, if it has one."""
+
+        def around(method: Callable[..., Any]) -> Callable[..., Any]:
+            def both(*args: Any, **kwargs: Any) -> Any:
+                act(*args, **kwargs)
+                return method(*args, **kwargs)
+
+            return both
+
+        self._surround(owner, name, around)
+
+    def _surround(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put what `around` makes of it in the place of the method `name` of `owner`, if it has one."""
         method = getattr(owner, name, None)
         if method is None or name in vars(owner):
             return
-
-        def both(*args: Any, **kwargs: Any) -> Any:
-            act(*args, **kwargs)
-            return method(*args, **kwargs)
-
-        setattr(owner, name, both)
+        setattr(owner, name, around(method))
         self._undo.append(lambda: vars(owner).pop(name, None))
 
     def _note_data(self, data: Mapping[str, Any]) -> None:

@@ -94,14 +94,21 @@ def test_beam_scores_equal_teacher_forcing(pruner: Any) -> None:
         assert beams.sequences_scores[row] == pytest.approx(float(total) / 8, abs=1e-5)
 
 
-def test_prompt_lookup_equals_greedy() -> None:
-    model, inputs = small_llava(), prompts(ONE, answer=12)
-    with prune(model, DART(keep=5)):
-        greedy = generate(model, inputs, do_sample=False)
-    with prune(model, DART(keep=5)) as run:
-        assisted = generate(model, inputs, do_sample=False, prompt_lookup_num_tokens=3)
+@pytest.mark.parametrize("answer", [0, 8, 12])  # the prompt's end is found in it, or is not
+@pytest.mark.parametrize("assistant", ["prompt lookup", "model"])
+@pytest.mark.parametrize("pruner", [DART(keep=5), FastV(keep=5)], ids=lambda p: p.name)
+def test_assisted_decoding_equals_greedy(pruner: Any, assistant: str, answer: int) -> None:
+    """Candidates neither run with the prompt, where the method would see them, nor stay when they are refused."""
+    model, inputs = small_llava(), prompts(ONE, answer=answer)
+    lookup, helper = {"prompt_lookup_num_tokens": 3}, {"assistant_model": small_llava(seed=3)}
+    options = lookup if assistant == "prompt lookup" else helper
+    length = {"min_new_tokens": None}  # which earlier releases refuse beside an assistant
+    with prune(model, pruner) as plain:
+        greedy = generate(model, inputs, do_sample=False, **length)
+    with prune(model, pruner) as run:
+        assisted = generate(model, inputs, do_sample=False, **length, **options)
     assert torch.equal(assisted.sequences, greedy.sequences)
-    assert run.got == [5]
+    assert run.got == [5] and run.kept[0].tolist() == plain.kept[0].tolist()
 
 
 def test_input_embeddings_with_a_mask() -> None:
