@@ -30,7 +30,8 @@ def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None =
             their pixels; without them boxes are in pixels of the model's own view.
 
     Raises:
-        DartLabError: an unsupported model, or a prompt that was cut inside an image.
+        DartLabError: an unsupported model, a prompt that was cut inside an image, or more or fewer images than the
+            prompts hold.
     """
     model = model_of(model)
     family = family_of(model)
@@ -40,16 +41,25 @@ def layout(model: Any, inputs: Mapping[str, Any], images: Sequence[Any] | None =
     visual = family.visual_mask(model, ids).cpu().numpy()
     mask = inputs.get("attention_mask")
     attended = np.ones_like(visual) if mask is None else mask.bool().cpu().numpy()
-    sizes = None if images is None else [image.size for image in images]
-    samples: list[VisualTokens] = []
-    first = 0
-    for row, own_ids in zip(visual, ids.cpu().numpy(), strict=True):
-        position = np.flatnonzero(row)
-        if sizes is not None and len(position) and first >= len(sizes):
-            raise DartLabError(f"{len(sizes)} images were given, but the prompts hold more")
-        tokens, count = placed(family, model, own_ids, position, inputs, first, sizes)
+    rows = list(zip(visual, ids.cpu().numpy(), strict=True))
+    samples, held = _placed_rows(model, inputs, rows, None)
+    if images is not None:
+        if len(images) != held:
+            raise DartLabError(
+                f"{len(images)} images were given, but the prompts hold {held}; give each one, in the prompts' order"
+            )
+        samples, _ = _placed_rows(model, inputs, rows, [image.size for image in images])
+    return TokenLayout(groups(visual, attended), tuple(samples))
+
+
+def _placed_rows(
+    model: Any, inputs: Mapping[str, Any], rows: Sequence[tuple[np.ndarray, np.ndarray]],
+    sizes: Sequence[tuple[int, int]] | None,
+) -> tuple[list[VisualTokens], int]:
+    """The visual tokens of every row (`visual`, `ids`) of a batch, and how many pictures and videos all hold."""
+    family, samples, first = family_of(model), [], 0
+    for visual, ids in rows:
+        tokens, count = placed(family, model, ids, np.flatnonzero(visual), inputs, first, sizes)
         samples.append(tokens)
         first += count
-    if sizes is not None and first != len(sizes):
-        raise DartLabError(f"{len(sizes)} images were given, but the prompts hold {first}")
-    return TokenLayout(groups(visual, attended), tuple(samples))
+    return samples, first

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
 from dart_lab.vlm.families import family_of
 from dart_lab.vlm.layout import PATCH, VisualTokens
@@ -122,3 +123,10 @@ def test_painting_in_a_frame_moves_the_tokens_of_that_frame_alone(kind: Zoo, siz
                 assert moved[token], (token, frame)
             allowed = near(sample, painted, kind, size) & here
             assert not moved[~allowed].any(), (token, frame, np.flatnonzero(moved & ~allowed))
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
+def test_too_few_pictures_are_refused(kind: Zoo) -> None:
+    inputs = kind.batch("padded")
+    with pytest.raises(DartLabError, match=r"1 images were given, but the prompts hold \d"):
+        layout(kind.model("sdpa"), inputs, [Image.new("RGB", (30, 20))])
