@@ -61,4 +61,8 @@ def test_what_the_page_of_roles_says_of_mini_is_what_was_recorded() -> None:
     assert said == [f"{of_mini[book]:.2f}" for book in ("pool.rolebook", "half.rolebook")]
     book = load_rolebook(home / "figures/mini/mini.rolebook")
     assert book.channels == (507,) and book.vit_cut is None and book.layers[0] == 12
-    assert book.prevalence["llm-sink"]["value"] == book.prevalence["vit-sink"]["value"] == 0
+    assert book.prevalence["vit-sink"]["value"] == 0
+    said = re.findall(r"(\d\.\d) % of its visual tokens", (DOCS / "roles.md").read_text(encoding="utf-8"))
+    assert said == [f"{100 * book.prevalence['llm-sink']['value']:.1f}"]
+    usual, cut = re.findall(r"holds (0\.\d\d), so from (0\.\d\d)", book.evidence["why"]["llm-sink"])[0]
+    assert f"holds {usual} of" in (text := (DOCS / "roles.md").read_text(encoding="utf-8")) and f"from {cut} on" in text

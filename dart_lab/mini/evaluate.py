@@ -77,6 +77,12 @@ def evaluate(folder: Path, pictures: int = PICTURES) -> dict[str, Any]:
     }
 
 
+def history(before: dict[str, Any]) -> list[dict[str, float]]:
+    """Accuracy with all tokens after every earlier run, from the evaluation of the last of them."""
+    cells = before["conditions"][ALL]
+    return [*before.get("history", []), {family: cells[family]["accuracy"] for family in data.FAMILIES}]
+
+
 def _parameters(folder: Path) -> int:
     with safe_open(folder / "model.safetensors", "pt") as file:
         return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
@@ -88,9 +94,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="folder that dart-lab get mini made")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--pictures", type=int, default=PICTURES, help=f"held-out pictures (default {PICTURES})")
+    parser.add_argument("--after", type=Path, metavar="JSON", help="evaluation after the run before, kept as history")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = evaluate(arguments.folder, arguments.pictures)
+    if arguments.after is not None:
+        result["history"] = history(json.loads(arguments.after.read_text(encoding="utf-8")))
     write_files({arguments.out: (json.dumps(result, indent=1) + "\n").encode()})
 
 

@@ -83,6 +83,10 @@ MORE = Recipe(
     ),
     half=True,
 )
+# Each goes on from what the one before left, likewise
+THIRD = Recipe(phases=(Phase(336, 336, 1200, 1.5e-3, 2e-5, shown=0.5),), half=True)
+FOURTH = Recipe(phases=(Phase(336, 336, 240, 1e-3, 5e-4, shown=0.5), Phase(336, 336, 140, 5e-4, 2e-5)), half=True)
+RUNS = (MINI, MORE, THIRD, FOURTH)
 
 
 @dataclass
@@ -281,7 +285,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the projector and the adapters of mini on the drawn world.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the run")
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and pictures (default 0)")
-    parser.add_argument("--more", type=Path, metavar="WEIGHTS", help="go on from exported weights by the recipe MORE")
+    parser.add_argument("--more", type=Path, metavar="WEIGHTS", help="exported weights to go on from")
+    parser.add_argument("--run", type=int, default=1, choices=range(1, len(RUNS) + 1), help="which run (default 1)")
     arguments = parser.parse_args()
     from tokenizers import Tokenizer
 
@@ -291,7 +296,7 @@ def main() -> None:
         put_together(parts, wheel_folder(cache_folder()), untrained_projector(), echo=print)
     model = load(parts, dtype=torch.float32, device="cpu").model
     tokenizer = Tokenizer.from_file(str(parts / "tokenizer.json"))
-    recipe = MINI if arguments.more is None else MORE
+    recipe = RUNS[arguments.run - 1]
     train(model, tokenizer, arguments.out, seed=arguments.seed, recipe=recipe, begin=arguments.more)
 
 

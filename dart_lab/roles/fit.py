@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from dart_lab.roles.histogram import Histogram
 from dart_lab.roles.identity import identity_of
 from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, kappa
 from dart_lab.roles.lens import nearest_ids
-from dart_lab.roles.pool import Pool, Survey, blocks, reference_mean, survey
+from dart_lab.roles.pool import Pool, Survey, blocks, first_states, reference_mean, survey
 from dart_lab.roles.rolebook import Rolebook, vocabulary
 from dart_lab.roles.sinks import NormCut, norm_cut
-from dart_lab.roles.text_sinks import find_text_sinks
+from dart_lab.roles.text_sinks import above_pictures, find_text_sinks
 
 NORM_BIN, SIMILAR_BIN = 0.02, 0.005  # widths: natural logarithm of the norm, and foreign similarity
 APART = 0.5  # silhouette that two clusters of dead vectors must reach
@@ -33,8 +33,9 @@ class Fit:
     """Parameters of a fit, all with the defaults that the definitions state.
 
     Attributes:
-        energy: share of a token's energy on one sink channel that makes a spike; higher where ordinary text reaches it,
-            see `find_text_sinks`. Default 0.10.
+        energy: share of a token's energy on one sink channel that makes a spike; higher where ordinary text or the
+            pictures' median token reaches it, see `find_text_sinks` and `above_pictures`. Default 0.10.
+        ordinary: pictures of the pool, the first ones, of which that median token is. Default 8.
         floor: least |x| of a massive activation (2402.17762). Default 100.
         times_median: least multiple of the layer's median |x| that is one. Default 1000.
         often: share of the layers in which it must spike. Default 0.5.
@@ -57,6 +58,7 @@ class Fit:
     """
 
     energy: float = 0.10
+    ordinary: int = 8
     floor: float = 100.0
     times_median: float = 1000.0
     often: float = 0.5
@@ -98,6 +100,10 @@ def fit_rolebook(
     spikes = find_text_sinks(vlm, how)
     chosen = Survey(channels=spikes.channels, layers=spikes.layers, energy=spikes.energy, centred=how.centred,
                     references=how.references, stored=how.stored, seed=seed, batch=batch)  # fmt: skip
+    first = first_states(vlm, pool, chosen, how.ordinary)
+    if first is not None:
+        spikes = above_pictures(spikes, first)
+        chosen = replace(chosen, energy=spikes.energy)
     work = out.with_name(out.name + ".work")
     skipped = survey(vlm, pool, chosen, work, identity, progress=progress)
     labels = _Labels(work, how, chosen)

@@ -186,6 +186,16 @@ def reference_mean(work: Path) -> Tensor:
     return load_file(work / REFERENCES)["table"].mean(dim=0)
 
 
+def first_states(vlm: Any, pool: Pool, how: Survey, number: int) -> Tensor | None:
+    """`(layers, tokens, channels)` of the first pictures' visual tokens; None without sink channels or pictures."""
+    if not how.channels:
+        return None
+    found, _ = _states(vlm, pool, how, range(min(number, len(pool))), layers=True)
+    if not found:
+        return None
+    return torch.cat([torch.stack([one.layers[layer].float() for layer in how.layers]) for _, one in found], dim=1)
+
+
 def _states(
     vlm: Any, pool: Pool, how: Survey, numbers: Sequence[int], *, layers: bool
 ) -> tuple[list[tuple[int, VisualStates]], list[str]]:

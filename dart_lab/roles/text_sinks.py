@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +29,7 @@ class TextSinks:
         layers: the layers whose inputs tell a sink: those up to `Fit.upto` in which the sinks of text spike.
         energy: the share of a token's energy on one of the channels from which it is a sink.
         why: the evidence in words.
+        held: the share that the sinks of text hold, the median.
         profile: the evidence in numbers, one a layer: `layers`, `median` |x| of all tokens, and on `channel` the median
             |x| at `sinks` and the largest |x| on `ordinary` text, which is what does not spike.
     """
@@ -37,6 +38,7 @@ class TextSinks:
     layers: tuple[int, ...]
     energy: float
     why: str
+    held: float = 1.0
     profile: dict[str, Any] = field(default_factory=dict)
 
 
@@ -73,14 +75,14 @@ def find_text_sinks(vlm: Any, how: Fit) -> TextSinks:
     calm = _held(off, median, kept, how).float().mean(dim=0) < how.often  # a few words are sinks themselves
     off = off[:, calm]
     inside = [number - layers[0] for number in window]
-    energy, moved = _energy(at[inside][:, sinks], off[inside], kept.channels, how)
+    energy, held_share, moved = _energy(at[inside][:, sinks], off[inside], kept.channels, how)
     why = (
         f"channels {list(kept.channels)} spike ({kept.rule} rule; {where}); "
         f"seen in layers {window[0]} to {window[-1]}, from {energy:.2f} of a token's energy{moved}"
     )
     loudest = max(kept.channels, key=lambda c: float(at[:, sinks, c].abs().median()))
     return TextSinks(
-        channels=kept.channels, layers=window, energy=energy, why=why,
+        channels=kept.channels, layers=window, energy=energy, why=why, held=held_share,
         profile=_profile(layers, at[:, sinks, loudest].abs().median(dim=1).values, off, median, loudest),
     )  # fmt: skip
 
@@ -115,15 +117,38 @@ def _distinct(at: Tensor, off: Tensor, median: Tensor, channel: int, rule: str, 
     return bool(at[..., channel].abs()[held].median() > how.distinct * off[layers][..., channel].abs().median())
 
 
-def _energy(sinks: Tensor, ordinary: Tensor, channels: tuple[int, ...], how: Fit) -> tuple[float, str]:
-    """The cut of the energy share, and why it is not the default one."""
-    if not ordinary.shape[1]:
-        return how.energy, ""
-    most = float(energy_share(ordinary, channels).median(dim=0).values.max())
+def above_pictures(found: TextSinks, states: Tensor) -> TextSinks:
+    """Move the energy cut above what pictures' tokens hold ordinarily: sinks are few, so the median token is none.
+
+    A projector may load a sink channel of every token that it makes, without a spike. Where the median token reaches
+    the cut, the cut moves halfway from it to the sinks of text; where it holds as much as they do, nothing moves.
+
+    Args:
+        found: what text says.
+        states: `(layers, tokens, channels)` inputs of `found.layers` at the visual tokens of some pictures.
+
+    >>> text = TextSinks(channels=(0,), layers=(2,), energy=0.1, why="", held=0.9)
+    >>> round(above_pictures(text, torch.tensor([[[1.0, 2.0], [1.0, 2.0], [3.0, 0.0]]])).energy, 2)
+    0.55
+    """
+    usual = float(energy_share(states, found.channels).median(dim=0).values.median())
+    if not found.energy <= usual < found.held:
+        return found
+    energy = (usual + found.held) / 2
+    why = f"{found.why}; pictures' median token holds {usual:.2f}, so from {energy:.2f}, halfway to sinks of text"
+    return replace(found, energy=energy, why=f"{why} ({found.held:.2f})")
+
+
+def _energy(sinks: Tensor, ordinary: Tensor, channels: tuple[int, ...], how: Fit) -> tuple[float, float, str]:
+    """The cut of the energy share, what sinks hold, and why the cut is not the default one."""
     least = float(energy_share(sinks, channels).median())
+    if not ordinary.shape[1]:
+        return how.energy, least, ""
+    most = float(energy_share(ordinary, channels).median(dim=0).values.max())
     if most < how.energy or least <= most:
-        return how.energy, ""
-    return (most + least) / 2, f", halfway between sinks ({least:.2f}) and the most on ordinary text ({most:.2f})"
+        return how.energy, least, ""
+    why = f", halfway between sinks ({least:.2f}) and the most on ordinary text ({most:.2f})"
+    return (most + least) / 2, least, why
 
 
 def _profile(layers: range, sinks: Tensor, off: Tensor, median: Tensor, channel: int) -> dict[str, Any]:

@@ -103,6 +103,27 @@ def test_centring_shows_what_a_common_direction_hides(vlm: Any, tmp_path: Path) 
     assert np.array_equal(roles["dead"], truth(codes[0], "dead"))
 
 
+def test_a_projector_that_loads_the_channel_of_every_token_makes_no_sinks(vlm: Any, tmp_path: Path) -> None:
+    """Most tokens hold more than the cut on the sink channel, though none of them spikes; planted sinks are found."""
+    projector = dl.vlm.compat.projector(vlm.model)
+
+    def load(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[..., CHANNEL] = 20.0
+        return output
+
+    found = {}
+    handle = projector.register_forward_hook(load)
+    try:
+        for name in ("none planted", "sinks of both kinds", "one LLM sink"):
+            found[name] = fitted(vlm, PLANS[name], tmp_path / name)
+    finally:
+        handle.remove()
+    for name, book in found.items():
+        assert "pictures' median token holds" in book.evidence["why"]["llm-sink"] and HOW.energy < book.energy < 1
+        assert book.prevalence["llm-sink"]["value"] == pytest.approx(PLANS[name].share("llm-sink"), abs=1e-12), name
+
+
 def test_overlapping_roles_keep_all_their_flags(vlm: Any, tmp_path: Path) -> None:
     plan = PLANS["roles that overlap"]
     new, codes = planted_pool(plan, 1, seed=2)
