@@ -19,6 +19,9 @@ def fit(
     out: Annotated[Path, typer.Option(help="File of the rolebook; a stopped fit goes on.")] = Path("model.rolebook"),
     n: Annotated[int | None, typer.Option(help="Pictures. Default: 1000 drawn ones, or all of a folder.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the pool, the clusters and the bootstrap.")] = 0,
+    pool_seed: Annotated[
+        int | None, typer.Option(help="Seed of the pool alone, to vary one and keep the other. Default: --seed.")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Pictures in one pass.", min=1)] = 8,
     centred: Annotated[bool, typer.Option(help="Compare tokens less their mean vector.")] = False,
     least_depth: Annotated[
@@ -36,7 +39,7 @@ def fit(
     check_model_name(model)
     check_writable(out.parent)
     check_targets([out])
-    pool = open_pool(images, n=n, seed=seed)
+    pool = open_pool(images, n=n, seed=seed if pool_seed is None else pool_seed)
     shown = sys.stderr.isatty() if progress is None else progress
     how = Fit(centred=centred, least_depth=Fit.least_depth if least_depth is None else least_depth)
     book = fit_rolebook(load(model), pool, out, seed=seed, how=how, batch=batch, progress=shown)

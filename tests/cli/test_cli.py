@@ -242,6 +242,20 @@ def test_roles_refuse_before_a_model_is_loaded(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_seeds_of_the_pool_and_of_the_fit_vary_apart(run: Runner, tmp_path: Path, model: str) -> None:
+    facts, digests = {}, {}
+    for name, words in {
+        "one": ("--seed", 1), "one said": ("--seed", 1, "--pool-seed", 1), "fit": ("--seed", 2, "--pool-seed", 1),
+        "both": ("--seed", 2),
+    }.items():  # fmt: skip
+        book = tmp_path / f"{name}.rolebook"
+        assert not run("roles", "fit", "--model", model, "--n", 6, "--out", book, *words).code
+        facts[name], digests[name] = json.loads(run("roles", "show", book, "--json").out)["pool"], book.read_bytes()
+    assert digests["one"] == digests["one said"]
+    assert facts["fit"]["details"] == facts["one"]["details"] != facts["both"]["details"]
+    assert facts["fit"]["seed"] == facts["both"]["seed"] == 2
+
+
 def test_roles_are_fitted_shown_and_refused_for_another_model(run: Runner, tmp_path: Path, model: str) -> None:
     book = tmp_path / "book"
     done = run("roles", "fit", "--model", model, "--n", 12, "--out", book)
