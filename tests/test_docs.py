@@ -58,7 +58,7 @@ def test_what_the_page_of_roles_says_of_mini_is_what_was_recorded() -> None:
     table = pd.read_csv(home / "figures/mini/agreement.csv")
     of_mini = table[(table["role"] == "all") & (table["a"] == "mini.rolebook")].set_index("b")["kappa"]
     said = re.findall(r"κ = (0\.\d\d)", (DOCS / "roles.md").read_text(encoding="utf-8"))
-    assert said == [f"{of_mini[book]:.2f}" for book in ("pool.rolebook", "half.rolebook")]
+    assert said == [f"{of_mini[book]:.2f}" for book in ("pool.rolebook", "half.rolebook", "seed.rolebook")]
     book = load_rolebook(home / "figures/mini/mini.rolebook")
     assert book.channels == (507,) and book.vit_cut is None and book.layers[0] == 12
     assert book.prevalence["vit-sink"]["value"] == 0
