@@ -139,8 +139,6 @@ def figure(
     from dart_lab.displays.figure import FigureOptions, figure_spec, run_figure
     from dart_lab.displays.figure_names import figure_names
 
-    if data == "":
-        raise DartLabError("--data is empty: name a task or a folder, or leave it out for the drawn world")
     names = figure_names() if name == "all" else [name or ""]
     if not name:
         raise DartLabError(f"the figure's name is missing. Known: {', '.join(figure_names())}, or all")
@@ -268,6 +266,8 @@ def _check_figure_options(chosen: Any) -> None:
     from dart_lab.pruners.registry import pruner_class
     from dart_lab.vlm.load import check_model_name
 
+    if chosen.data == "":
+        raise DartLabError("--data is empty: name a task or a folder, or leave it out for the drawn world")
     for method in chosen.methods or ():
         if ":" in method:
             raise DartLabError(

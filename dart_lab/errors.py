@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from numbers import Integral
+from typing import Any
 
 
 class DartLabError(ValueError):
@@ -22,20 +23,18 @@ class DartLabWarning(UserWarning):
     """Nothing failed, but the result may not be what was meant (for example: nothing was pruned)."""
 
 
-def check_whole(what: str, value: object, least: int | None = None, hint: str = "") -> int:
-    """The value as an int; `what` names it in the error.
+def check_whole(what: str, value: Any, least: int | None = None, hint: str = "") -> None:
+    """Refuse what is no whole number; `what` names it in the error.
 
     Raises:
         DartLabError: not a whole number (True and 1.0 are none), or less than `least`.
 
     >>> check_whole("n", 3, least=1)
-    3
     """
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if not whole or (least is not None and value < least):  # type: ignore[operator]
-        bound = "" if least is None else f", {least} or more"
+    if not whole or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
         raise DartLabError(f"{what}={value!r}: give a whole number{bound}{hint and '; ' + hint}")
-    return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def did_you_mean(given: str, options: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from typing import ClassVar, get_args
 
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import check_whole
 from dart_lab.pruners.base import PositionPolicy, Pruner
 from dart_lab.pruners.budget import check_choice
 from dart_lab.pruners.ficoco import Compression, compress, most_redundant, recipients
@@ -60,8 +60,7 @@ class FiCoCoL(Staged):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.layers, bool) or not isinstance(self.layers, int) or self.layers < 1:
-            raise DartLabError(f"ficoco-l: layers={self.layers!r}: give the number of layers, at least 1")
+        check_whole("ficoco-l: layers", self.layers, least=1)
         check_weights(self.name, balance=self.balance, direct=self.direct, quantile=self.quantile)
         check_choice(self.name, "formula", self.formula, get_args(Formula))
 

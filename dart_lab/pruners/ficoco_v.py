@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.base import PositionPolicy, Pruner, Stage
 from dart_lab.pruners.budget import check_choice, resolve_keep
 from dart_lab.pruners.class_token import class_token_mask, class_token_note
@@ -66,9 +66,7 @@ class FiCoCoV(Staged):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, least in (("first", 0), ("blocks", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise DartLabError(f"ficoco-v: {name}={value!r}: give a whole number of at least {least}")
+            check_whole(f"ficoco-v: {name}", getattr(self, name), least)
         check_weights(self.name, balance=self.balance, quantile=self.quantile)
         if not self.penalty >= 1:
             raise DartLabError(f"ficoco-v: penalty={self.penalty!r}: give a factor of at least 1")

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.base import PositionPolicy, ScorePruner, Stage
 from dart_lab.pruners.budget import resolve_keep
 from dart_lab.pruners.class_token import NEEDS, class_attention, class_token_note, early_class_attention
@@ -61,8 +61,7 @@ class HiRED(ScorePruner):
         super().__post_init__()
         if isinstance(self.alpha, bool) or not 0 <= self.alpha <= 1:
             raise DartLabError(f"{self.name}: alpha={self.alpha!r}: give the share of the whole view, from 0 to 1")
-        if isinstance(self.early, bool) or not isinstance(self.early, int) or self.early < 0:
-            raise DartLabError(f"{self.name}: early={self.early!r}: give a vision block, 0 or more")
+        check_whole(f"{self.name}: early", self.early, least=0, hint="it numbers a vision block")
 
     @property
     def stage(self) -> Stage:

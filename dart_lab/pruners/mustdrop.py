@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.assignment import in_order, merge_assigned, slot_of
 from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.budget import resolve_keep
@@ -66,8 +66,7 @@ class MustDrop(Staged):
         super().__post_init__()
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise DartLabError(f"mustdrop: layers={self.layers}: give rising decoder layers, at least one")
-        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 2:
-            raise DartLabError(f"mustdrop: window={self.window!r}: give a side of at least 2 patches")
+        check_whole("mustdrop: window", self.window, least=2, hint="it is a side in patches")
 
     def _needs_keep(self) -> bool:
         return False

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import check_whole
 from dart_lab.pruners.base import PositionPolicy, Pruner, Stage
 from dart_lab.pruners.budget import check_choice
 from dart_lab.pruners.class_token import NEEDS, class_attention, class_token_note
@@ -64,8 +64,7 @@ class PruMerge(Pruner):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice(self.name, "merging", self.merging, (None, *get_args(Merging)))
-        if isinstance(self.neighbours, bool) or not isinstance(self.neighbours, int) or self.neighbours < 0:
-            raise DartLabError(f"{self.name}: neighbours={self.neighbours!r}: give a whole number, 0 or more")
+        check_whole(f"{self.name}: neighbours", self.neighbours, least=0)
 
     def _needs_keep(self) -> bool:
         return False

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.assignment import in_order
 from dart_lab.pruners.base import Pruner, Stage
 from dart_lab.pruners.budget import check_choice, check_one_of, resolve_keep
@@ -57,8 +57,7 @@ class ToMe(Staged):
         super().__post_init__()
         check_one_of(self.name, keep=self.keep, r=self.r)
         check_choice(self.name, "order", self.order, get_args(Order))
-        if isinstance(self.blocks, bool) or not isinstance(self.blocks, int) or self.blocks < 1:
-            raise DartLabError(f"tome: blocks={self.blocks!r}: give the number of vision blocks, at least 1")
+        check_whole("tome: blocks", self.blocks, least=1, hint="it counts vision blocks")
         rs = self.r if isinstance(self.r, tuple) else (self.r or 0,)
         if len(rs) > self.blocks or any(isinstance(r, bool) or not isinstance(r, int) or r < 0 for r in rs):
             raise DartLabError(f"tome: r={self.r!r}: give a whole number ≥ 0, or one a block, at most {self.blocks}")

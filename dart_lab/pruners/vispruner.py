@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.base import PositionPolicy, Pruner, Stage
 from dart_lab.pruners.class_token import NEEDS, class_attention, class_token_note
 from dart_lab.pruners.reduction import PAD, Reduction
@@ -56,8 +56,7 @@ class VisPruner(Pruner):
         super().__post_init__()
         if isinstance(self.important, bool) or not 0 <= self.important <= 1:
             raise DartLabError(f"{self.name}: important={self.important!r}: give a share from 0 to 1")
-        if isinstance(self.per_round, bool) or not isinstance(self.per_round, int) or self.per_round < 1:
-            raise DartLabError(f"{self.name}: per_round={self.per_round!r}: give a whole number, at least 1")
+        check_whole(f"{self.name}: per_round", self.per_round, least=1)
 
     @property
     def stage(self) -> Stage:

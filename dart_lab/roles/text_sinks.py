@@ -75,14 +75,15 @@ def find_text_sinks(vlm: Any, how: Fit) -> TextSinks:
     calm = _held(off, median, kept, how).float().mean(dim=0) < how.often  # a few words are sinks themselves
     off = off[:, calm]
     inside = [number - layers[0] for number in window]
-    energy, held_share, moved = _energy(at[inside][:, sinks], off[inside], kept.channels, how)
+    least = float(energy_share(at[inside][:, sinks], kept.channels).median())
+    energy, moved = _energy(least, off[inside], kept.channels, how)
     why = (
         f"channels {list(kept.channels)} spike ({kept.rule} rule; {where}); "
         f"seen in layers {window[0]} to {window[-1]}, from {energy:.2f} of a token's energy{moved}"
     )
     loudest = max(kept.channels, key=lambda c: float(at[:, sinks, c].abs().median()))
     return TextSinks(
-        channels=kept.channels, layers=window, energy=energy, why=why, held=held_share,
+        channels=kept.channels, layers=window, energy=energy, why=why, held=least,
         profile=_profile(layers, at[:, sinks, loudest].abs().median(dim=1).values, off, median, loudest),
     )  # fmt: skip
 
@@ -139,16 +140,14 @@ def above_pictures(found: TextSinks, states: Tensor) -> TextSinks:
     return replace(found, energy=energy, why=f"{why} ({found.held:.2f})")
 
 
-def _energy(sinks: Tensor, ordinary: Tensor, channels: tuple[int, ...], how: Fit) -> tuple[float, float, str]:
-    """The cut of the energy share, what sinks hold, and why the cut is not the default one."""
-    least = float(energy_share(sinks, channels).median())
+def _energy(least: float, ordinary: Tensor, channels: tuple[int, ...], how: Fit) -> tuple[float, str]:
+    """The cut of the energy share, and why it is not the default one; `least` is what sinks hold."""
     if not ordinary.shape[1]:
-        return how.energy, least, ""
+        return how.energy, ""
     most = float(energy_share(ordinary, channels).median(dim=0).values.max())
     if most < how.energy or least <= most:
-        return how.energy, least, ""
-    why = f", halfway between sinks ({least:.2f}) and the most on ordinary text ({most:.2f})"
-    return (most + least) / 2, least, why
+        return how.energy, ""
+    return (most + least) / 2, f", halfway between sinks ({least:.2f}) and the most on ordinary text ({most:.2f})"
 
 
 def _profile(layers: range, sinks: Tensor, off: Tensor, median: Tensor, channel: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from dart_lab.errors import DartLabError, did_you_mean
+from dart_lab.errors import DartLabError, check_whole, did_you_mean
 from dart_lab.pruners.base import Pruner
 from dart_lab.pruners.registry import make_pruner
 from dart_lab.pruners.text import parse_pruner
@@ -116,9 +116,7 @@ class Study:
         if not self.tasks or not self.models:
             raise DartLabError("a study needs at least one task and one model")
         for name in ("max_new_tokens", "batch_size", "layer"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise DartLabError(f"{name}={value!r}: give a whole number of at least 1")
+            check_whole(name, getattr(self, name), least=1)
         if self.without_baseline is not None and not self.without_baseline.strip():
             raise DartLabError("without_baseline: say why the study can do without, in words")
         labels = [task.label for task in self.tasks]
