@@ -13,7 +13,9 @@ from PIL import Image
 from torch import Tensor
 
 import dart_lab as dl
+from dart_lab.roles.fit import Fit, fit_rolebook
 from dart_lab.roles.pool import Pool
+from dart_lab.roles.rolebook import Rolebook
 from dart_lab.vlm import compat
 from tests.models import PATCH, SPECIAL, tiny_llava
 
@@ -46,6 +48,22 @@ class Plan:
         total[ALIVE] = TOKENS - sum(total.values())
         return sum(total[code] for code in FAMILIES[role]) / TOKENS
 
+
+SIZE = 40  # pictures of a pool
+# with 32 channels, a tenth of the energy is nothing
+HOW = Fit(references=12, stored=2000, draws=200, alive_centroids=8, energy=0.5)
+PLANS = {
+    "none planted": Plan(),
+    "everything dead": Plan(dead_a=TOKENS),
+    "two kinds of dead": Plan(dead_a=8, dead_b=6),
+    "one dead token": Plan(dead_a=1),
+    "one ViT sink": Plan(vit=1),
+    "one LLM sink": Plan(llm=1),
+    "sinks of both kinds": Plan(vit=1, llm=2),
+    "roles that overlap": Plan(both=1, llm=1, dead_a=10),
+    "one token a group": Plan(vit=1, llm=1, dead_a=1),
+    "everything planted": Plan(vit=1, llm=3, dead_a=20, dead_b=12),
+}
 
 def picture(codes: np.ndarray, rng: np.random.Generator) -> Image.Image:
     """Red: the code; green and blue: this picture's own content, even within a patch."""
@@ -128,3 +146,8 @@ def truth(codes: np.ndarray, role: str) -> np.ndarray:
 def inputs_of(vlm: Any, pictures: Sequence[Image.Image]) -> Any:
     """Prepared inputs, one question a picture."""
     return vlm.prepare(list(pictures), ["what shape is the red circle ?"] * len(pictures))
+
+
+def fitted(vlm: Any, plan: Plan, out: Path, **options: Any) -> Rolebook:
+    """The rolebook of a pool after a plan."""
+    return fit_rolebook(vlm, planted_pool(plan, SIZE)[0], out, how=HOW, **options)
