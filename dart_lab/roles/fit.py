@@ -22,6 +22,7 @@ from dart_lab.roles.pool import Pool, Survey, blocks, first_states, reference_me
 from dart_lab.roles.rolebook import Rolebook, vocabulary
 from dart_lab.roles.sinks import NormCut, norm_cut
 from dart_lab.roles.text_sinks import above_pictures, find_text_sinks
+from dart_lab.roles.tower_sinks import find_tower_channels
 
 NORM_BIN, SIMILAR_BIN = 0.02, 0.005  # widths: natural logarithm of the norm, and foreign similarity
 APART = 0.5  # silhouette that two clusters of dead vectors must reach
@@ -52,6 +53,7 @@ class Fit:
             0.95.
         most_dead_centroids: the number of dead centroids is chosen by silhouette up to this. Default 8.
         alive_centroids: Default 32.
+        clusters: of all tokens that are no sinks, for the rule "largest-cluster". Default 32.
         stored: vectors kept for clustering. Default 20,000.
         references: pictures that others are compared with. Default 32.
         draws: bootstrap draws of pictures for the intervals. Default 1000.
@@ -71,6 +73,7 @@ class Fit:
     least_alone: float = 0.95
     most_dead_centroids: int = 8
     alive_centroids: int = 32
+    clusters: int = 32
     stored: int = 20_000
     references: int = 32
     draws: int = 1000
@@ -108,8 +111,10 @@ def fit_rolebook(
     skipped = survey(vlm, pool, chosen, work, identity, progress=progress)
     labels = _Labels(work, how, chosen)
     centroids, evidence = labels.cluster(seed)
+    tower = find_tower_channels(vlm, pool, how)
     evidence["why"][LLM_SINK] = spikes.why
     evidence["text sinks"] = spikes.profile
+    evidence["why"]["vit channels"] = tower.why
     table = vocabulary(vlm, centred=how.centred)
     words = {
         role: nearest_ids(rows, table.to(rows.device), k=1).ids[:, 0].unique().tolist()
@@ -122,8 +127,8 @@ def fit_rolebook(
               "seed": seed, "skipped": skipped, **vars(how)},
         vit_cut=labels.vit.cut, channels=spikes.channels, layers=spikes.layers, energy=spikes.energy, often=how.often,
         dead_cut=labels.dead_cut, dead_cosine=labels.dead_cosine, centroids=centroids,
-        mean=reference_mean(work) if how.centred else None, words=words,
-        prevalence=prevalence, evidence=evidence,
+        mean=reference_mean(work) if how.centred else None, words=words, prevalence=prevalence, evidence=evidence,
+        vit_channels=tower.channels, clusters=labels.clusters(seed),
     )  # fmt: skip
     book.save(out)
     shutil.rmtree(work)
@@ -208,13 +213,7 @@ class _Labels:
 
     def cluster(self, seed: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Centroids of every role that was found, and the evidence."""
-        vectors, owner, fair = [], [], []
-        for block in blocks(self.work):
-            if len(block["row"]):
-                vectors.append(torch.from_numpy(block["vector"].astype(np.float32)))
-                owner.append(self.primary(block)[block["row"].astype(np.int64)])
-                fair.append(block["fair"].astype(bool))
-        points, roles, drawn = torch.cat(vectors), np.concatenate(owner), np.concatenate(fair)
+        points, roles, drawn = self._kept()
         centroids: dict[str, Tensor] = {}
         for place, role in enumerate(ROLES):
             rows = points[torch.from_numpy(roles == place)]
@@ -236,6 +235,27 @@ class _Labels:
             "histograms": {"log vit norm": _plain(self.norms), "foreign similarity": _plain(self.similar[self.main])},
         }
         return centroids, evidence
+
+    def clusters(self, seed: int) -> Tensor | None:
+        """`(k, channels)` centroids of the tokens that were drawn evenly and are no sinks, largest cluster first."""
+        points, roles, drawn = self._kept()
+        rest = points[torch.from_numpy(drawn & (roles >= ROLES.index(DEAD)))]
+        if not len(rest):
+            return None
+        centroids, label = spherical_kmeans(rest, min(self.how.clusters, len(rest)), seed=seed)
+        size = torch.bincount(label, minlength=len(centroids))
+        order = size.argsort(descending=True, stable=True)
+        return centroids[order[: int((size > 0).sum())]]
+
+    def _kept(self) -> tuple[Tensor, np.ndarray, np.ndarray]:
+        """The stored vectors, the primary role of each, and which were drawn evenly."""
+        vectors, owner, fair = [], [], []
+        for block in blocks(self.work):
+            if len(block["row"]):
+                vectors.append(torch.from_numpy(block["vector"].astype(np.float32)))
+                owner.append(self.primary(block)[block["row"].astype(np.int64)])
+                fair.append(block["fair"].astype(bool))
+        return torch.cat(vectors), np.concatenate(owner), np.concatenate(fair)
 
     def _calibrate(self, centroids: dict[str, Tensor], points: Tensor, roles: np.ndarray) -> None:
         """The cosine to the nearest dead centroid that tells the pool's dead and alive tokens apart best (Youden)."""

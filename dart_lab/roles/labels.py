@@ -28,7 +28,7 @@ class TokenRoles(Mapping[str, Flags]):
         flags: role → `(n,)` bool for "vit-sink", "llm-sink" and "dead"; a token may have several.
         scores: what the flags were read from, name → `(n,)` float32: "vit norm" (L2 norm of the vision feature),
             "llm energy" (share of the layers in which a sink channel holds the token's energy), "dead cosine" (cosine
-            to the nearest dead centroid); those that a rule needs.
+            to the nearest dead centroid); those that a rule reads, see `dart_lab.roles.rules`.
 
     >>> roles = TokenRoles(flags={"vit-sink": [True, False], "llm-sink": [True, False], "dead": [False, False]})
     >>> roles["vit-sink"].tolist(), roles["llm-sink"].tolist(), roles["alive"].tolist()

@@ -17,11 +17,13 @@ from dart_lab.errors import DartLabError
 from dart_lab.files import write_files
 from dart_lab.roles.identity import identity_of
 from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, TokenRoles
-from dart_lab.roles.rules import Definition, check_definition, flags_of
+from dart_lab.roles.rule import ATTENTION, COLUMN_SUMS, EFFECT, RECEIVED, VOCABULARY
+from dart_lab.roles.rules import Definition, check_definition
+from dart_lab.vlm.leave_one_out import leave_one_out
 from dart_lab.vlm.states import VisualStates, visual_states
 
 FORMAT = 2  # counts up when a book's content changes its meaning
-_META, _MEAN = "rolebook", "mean"
+_META, _MEAN, _CLUSTERS = "rolebook", "mean", "clusters"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -45,6 +47,10 @@ class Rolebook:
         prevalence: role → value, low, high: share of the pool's tokens by primary role, 95 % over pictures.
         evidence: why the cuts are where they are: sentences, precision and recall of the rules that need no run of the
             language model, stability, histograms; plain JSON values.
+        vit_channels: channels of the vision features on which the tokens with the largest norms spike; empty: they do
+            not; None: the fit did not look.
+        clusters: `(k, channels)` centroids of the pool's tokens that are no sinks, in the space of the others, the one
+            with most tokens first; None: the fit did not make them, or there are only sinks.
         table: `(vocabulary, channels)`, only while the rule "lens" is used; not saved.
     """
 
@@ -62,6 +68,8 @@ class Rolebook:
     prevalence: Mapping[str, Mapping[str, float]]
     evidence: Mapping[str, Any] = field(default_factory=dict)
     mean: Tensor | None = None
+    vit_channels: tuple[int, ...] | None = None
+    clusters: Tensor | None = None
     table: Tensor | None = field(default=None, repr=False)
 
     def assign(
@@ -77,7 +85,8 @@ class Rolebook:
         Args:
             vlm: the `VLM` that the book was fitted on.
             inputs: what `vlm.prepare` returned.
-            definition: role → name of a rule, see `dart_lab.roles.rules.RULES`. Default: those of the fit.
+            definition: role → name of a rule, or the rule with numbers of one's own; see `dart_lab.roles.rules.RULES`.
+                Default: those of the fit.
             when: "run" (default): LLM sinks are seen in an unpruned run up to 0.6 of the layers. "input": they are
                 guessed from the vectors that enter decoder layer 0, by the nearest centroid; `evidence` says how well.
 
@@ -88,10 +97,18 @@ class Rolebook:
             DartLabError: no visual tokens, an unknown rule, or a rule that this model cannot serve.
         """
         chosen = check_definition(definition, when)
-        book = self.with_table(vlm) if "lens" in chosen.values() and self.table is None else self
-        attention = "attention" in chosen.values()
-        states = visual_states(vlm, inputs, self.layers if when == "run" or attention else (), attention=attention)
-        return [book.roles_of(one, definition=chosen) for one in states]
+        rules = chosen.values()
+        needs = frozenset[str]().union(*(rule.needs for rule in rules))
+        book = self.with_table(vlm) if VOCABULARY in needs and self.table is None else self
+        layers = sorted({layer for rule in rules for layer in rule.layers(self)})
+        found = visual_states(
+            vlm, inputs, layers, attention=ATTENTION in needs, received=RECEIVED in needs,
+            column_sums=COLUMN_SUMS in needs,
+        )  # fmt: skip
+        if EFFECT in needs:
+            effects = leave_one_out(vlm, inputs)
+            found = [dataclasses.replace(one, effect=own) for one, own in zip(found, effects, strict=True)]
+        return [book.roles_of(one, definition=chosen) for one in found]
 
     def roles_of(self, states: VisualStates, *, definition: Definition | None = None) -> TokenRoles:
         """The roles of one sample's visual tokens, from their states: with the inputs of `layers`, or without any."""
@@ -99,7 +116,7 @@ class Rolebook:
         flags: dict[str, np.ndarray] = {}
         scores: dict[str, np.ndarray] = {}
         for role in ROLES[:-1]:
-            flag, found = flags_of(role, chosen[role], self, states)
+            flag, found = chosen[role].flags(self, states)
             flags[role] = flag.cpu().numpy()
             scores |= {name: score.float().cpu().numpy() for name, score in found.items()}
         return TokenRoles(flags=flags, scores=scores)
@@ -124,6 +141,8 @@ class Rolebook:
         tensors = {role: rows.contiguous() for role, rows in sorted(self.centroids.items())}
         if self.mean is not None:
             tensors[_MEAN] = self.mean.contiguous()
+        if self.clusters is not None:
+            tensors[_CLUSTERS] = self.clusters.contiguous()
         if not tensors:
             tensors = {"none": torch.zeros(0)}
         write_files({path: save(tensors, {_META: json.dumps(self.facts(), ensure_ascii=False)})})
@@ -136,6 +155,7 @@ class Rolebook:
             "channels": list(self.channels), "layers": list(self.layers), "energy": self.energy, "often": self.often,
             "dead_cut": self.dead_cut, "dead_cosine": self.dead_cosine, "words": self.words,
             "prevalence": self.prevalence, "evidence": self.evidence,
+            "vit_channels": None if self.vit_channels is None else list(self.vit_channels),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -198,8 +218,10 @@ def load_rolebook(path: str | Path, vlm: Any | None = None) -> Rolebook:
         raise DartLabError(f"{path} was written by another version of dart-lab; fit it again")
     tensors.pop("none", None)
     facts |= {"channels": tuple(facts["channels"]), "layers": tuple(facts["layers"])}
-    mean = tensors.pop(_MEAN, None)
-    book = Rolebook(centroids=tensors, mean=mean, **facts)
+    if facts.get("vit_channels") is not None:
+        facts["vit_channels"] = tuple(facts["vit_channels"])
+    mean, clusters = tensors.pop(_MEAN, None), tensors.pop(_CLUSTERS, None)
+    book = Rolebook(centroids=tensors, mean=mean, clusters=clusters, **facts)
     if vlm is not None:
         check_identity(book, vlm, path)
     return book

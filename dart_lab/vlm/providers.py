@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -63,13 +63,29 @@ def received(captured: Captured, attended: Tensor, before: int) -> Tensor:
 
     Computed in blocks of rows, so that no queries × keys matrix is held.
     """
+    total = torch.zeros(len(attended), captured.key.shape[2], device=captured.key.device)
+    for rows, real in _blocks_of_rows(captured, attended, before):
+        total += (rows.mean(dim=1) * real[:, :, None]).sum(dim=1)
+    return total
+
+
+def received_by_head(captured: Captured, attended: Tensor) -> Tensor:
+    """The same of a causal call without a cache, apart by heads: `(batch, heads, keys)` float32, mean over those real
+    queries that see the key, 0 for a key that none sees.
+    """
+    total = torch.zeros(*captured.query.shape[:2], captured.key.shape[2], device=captured.key.device)
+    for rows, real in _blocks_of_rows(captured, attended, 0):
+        total += (rows * real[:, None, :, None]).sum(dim=2)
+    seen_by = attended.flip(1).cumsum(dim=1).flip(1)
+    return total / seen_by.clamp(min=1)[:, None]
+
+
+def _blocks_of_rows(captured: Captured, attended: Tensor, before: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Attention `(batch, heads, rows, keys)` of some queries after the other, and which of them are real."""
     batch, length = attended.shape
-    total = torch.zeros(batch, captured.key.shape[2], device=captured.key.device)
     for start in range(0, length, _ROWS_AT_ONCE):
         rows = torch.arange(start, min(start + _ROWS_AT_ONCE, length), device=attended.device).expand(batch, -1)
-        real = attended[:, start : start + _ROWS_AT_ONCE]
-        total += (attention_rows(captured, rows, before).mean(dim=1) * real[:, :, None]).sum(dim=1)
-    return total
+        yield attention_rows(captured, rows, before), attended[:, start : start + _ROWS_AT_ONCE]
 
 
 def rows_ahead(layer: Any, states: Tensor, positions: Any, queries: Tensor, attended: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from dart_lab.vlm.insert import active, adapter_for
 from dart_lab.vlm.layout import VisualTokens
 from dart_lab.vlm.locate import model_of
 from dart_lab.vlm.passes import PassWatcher
+from dart_lab.vlm.providers import received_by_head
 from dart_lab.vlm.tap import Captured, Tap, attention_rows
+from dart_lab.vlm.tower_columns import TowerColumns
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -30,15 +32,25 @@ class VisualStates:
             after its tower, so that features and tokens are not one to one.
         embeds: `(n, channels)` what enters decoder layer 0.
         layers: decoder layer → `(n, channels)` its input.
-        attention: `(layers, n)` float32, for the same layers the weight that each token gets from the text behind the
-            last picture, mean over heads and text tokens, as shares of what the visual tokens get; None: not asked for.
+        first: decoder layer → `(channels,)` its input at the prompt's first token; empty where that is a visual one.
+        attention: decoder layer → `(n,)` float32 weight that each token gets from the text behind the last picture,
+            mean over heads and text tokens, as shares of what the visual tokens get; empty: not asked for.
+        received: decoder layer → `(heads, n)` float32 weight that each token gets from a query that sees it, mean over
+            these; empty: not asked for.
+        column_sums: `(n,)` float32 attention that each token's patch gets in the tower's block that makes the features,
+            summed over all queries, mean over heads; None: not asked for, or not one patch a token.
+        effect: `(n,)` float32, see `dart_lab.vlm.leave_one_out`; None: not asked for.
     """
 
     tokens: VisualTokens
     vision: Tensor | None
     embeds: Tensor
     layers: dict[int, Tensor]
-    attention: Tensor | None = None
+    first: dict[int, Tensor] = field(default_factory=dict)
+    attention: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
+    column_sums: Tensor | None = None
+    effect: Tensor | None = None
 
 
 class _Enough(Exception):
@@ -51,6 +63,8 @@ def visual_states(
     layers: Sequence[int] = (),
     *,
     attention: bool = False,
+    received: bool = False,
+    column_sums: bool = False,
     visual: Tensor | None = None,
 ) -> list[VisualStates]:
     """States of every visual token, from one unpruned run that stops at the deepest layer asked for.
@@ -59,7 +73,9 @@ def visual_states(
         model: a supported Hugging Face model object, or a `VLM`.
         inputs: what the processor returned.
         layers: decoder layers whose inputs are wanted, besides that of layer 0.
-        attention: also the attention that the visual tokens get in these layers; then the whole model runs.
+        attention: also the attention that the visual tokens get from text in these layers; then the whole model runs.
+        received: also the attention that they get from all that see them, likewise.
+        column_sums: also the attention that they get inside the vision tower.
         visual: as in `prune`.
 
     Returns:
@@ -83,16 +99,26 @@ def visual_states(
     watcher = PassWatcher(model, adapter_for(model, visual), visual)
     entered: dict[int, Tensor] = {}
     features: list[Tensor] = []
-    last = depth if attention else wanted[-1]
+    watched = attention or received
+    last = depth if watched else wanted[-1]
     handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, last), with_kwargs=True)
                for layer in wanted]  # fmt: skip
-    weights: dict[int, list[Tensor]] = {}
+    from_text: dict[int, list[Tensor]] = {}
+    from_all: dict[int, list[Tensor]] = {}
 
     def look(layer: int, captured: Captured) -> None:
-        if watcher.current is not None and watcher.current.visual is not None:
-            weights[layer] = _received(captured, watcher.current.visual, watcher.current.attended)
+        if watcher.current is None or watcher.current.visual is None:
+            return
+        visual, attended = watcher.current.visual, watcher.current.attended
+        if attention:
+            from_text[layer] = _received(captured, visual, attended)
+        if received:
+            real = torch.ones_like(visual) if attended is None else attended.bool()
+            heads = received_by_head(captured, real.to(captured.key.device))
+            from_all[layer] = [one[:, mask] for one, mask in zip(heads, visual.to(heads.device), strict=True)]
 
-    tap = Tap({layer: text.layers[layer] for layer in layers}, look) if attention else nullcontext()
+    tap = Tap({layer: text.layers[layer] for layer in layers}, look) if watched else nullcontext()
+    tower = TowerColumns(model) if column_sums else None
     try:
         join = compat.projector(model)
     except DartLabError:
@@ -100,7 +126,7 @@ def visual_states(
     if join is not None:
         handles.append(join.register_forward_pre_hook(lambda module, args: features.append(args[0].detach())))
     try:
-        with active(model, watcher), tap, torch.no_grad():
+        with active(model, watcher), tap, tower or nullcontext(), torch.no_grad():
             with suppress(_Enough):
                 model(**{**inputs, "use_cache": False})
             now = watcher.current
@@ -111,9 +137,11 @@ def visual_states(
         raise DartLabError("the inputs have no visual tokens (a text-only prompt?)")
     counts = now.visual.sum(dim=1).tolist()
     vision = _one_to_one(features, counts)
+    columns = None if tower is None or vision is None else tower.sums(counts)
     out = []
     for row, sample in enumerate(now.samples):
         mask = now.visual[row]
+        start = 0 if now.attended is None else int(now.attended[row].int().argmax())
         states = {layer: entered[layer][row][mask.to(entered[layer].device)] for layer in wanted}
         out.append(
             VisualStates(
@@ -121,7 +149,10 @@ def visual_states(
                 vision=None if vision is None else vision[row],
                 embeds=states[0],
                 layers={layer: states[layer] for layer in layers},
-                attention=torch.stack([weights[layer][row] for layer in layers]) if attention else None,
+                first={} if bool(mask[start]) else {layer: entered[layer][row, start] for layer in layers},
+                attention={layer: found[row] for layer, found in from_text.items()},
+                received={layer: found[row] for layer, found in from_all.items()},
+                column_sums=None if columns is None else columns[row],
             )
         )
     return out

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from dart_lab.errors import DartLabError
 from dart_lab.roles.fit import Fit
 from dart_lab.roles.histogram import Histogram
-from dart_lab.roles.rules import faint, loud
+from dart_lab.roles.dead_rules import Faint
+from dart_lab.roles.llm_rules import LikeFirst, Loud, Received
 from dart_lab.roles.sinks import (
     energy_share,
     norm_cut,
@@ -23,6 +24,7 @@ from dart_lab.roles.sinks import (
     spike_over_rms,
 )
 from dart_lab.roles.text_sinks import TextSinks, find_text_sinks
+from dart_lab.roles.vit_rules import ColumnSums, Norm, VisionChannels
 
 
 def histogram(*parts: np.ndarray, width: float = 0.02) -> Histogram:
@@ -181,12 +183,48 @@ def test_a_channel_that_is_as_large_on_ordinary_text_is_no_sink(monkeypatch: pyt
 
 
 def test_roles_by_attention_are_the_loudest_and_the_faintest() -> None:
-    share = torch.tensor([[0.5, 0.1, 0.1, 0.1, 0.1, 0.04, 0.03, 0.03]]).repeat(2, 1)
-    states = SimpleNamespace(attention=share, embeds=torch.ones(8, 2))
-    assert loud(None, states)[0].tolist() == [False] * 8  # 5.9 times the median of 0.085
-    states.attention = torch.tensor([[0.72, *[0.04] * 7]])
-    assert loud(None, states)[0].tolist() == [True, *[False] * 7]
-    states.attention = share
-    assert faint(None, states)[0].tolist() == [False] * 6 + [True] * 2  # 0.03 + 0.03 < 0.08, with 0.04 it is more
+    book, layers = SimpleNamespace(layers=(2, 3)), (2, 3)
+    share = torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.04, 0.03, 0.03])
+    states = SimpleNamespace(attention=dict.fromkeys(layers, share), embeds=torch.ones(8, 2))
+    assert Loud().flags(book, states)[0].tolist() == [False] * 8  # 5.9 times the median of 0.085
+    assert Loud(times=5).flags(book, states)[0].tolist() == [True, *[False] * 7]
+    few = Faint().flags(book, states)[0].tolist()
+    assert few == [False] * 6 + [True] * 2  # 0.03 + 0.03 < 0.08, with 0.04 it is more
+    states.attention = dict.fromkeys(layers, torch.tensor([0.72, *[0.04] * 7]))
+    assert Loud().flags(book, states)[0].tolist() == [True, *[False] * 7]
     with pytest.raises(DartLabError, match="reads attention"):
-        loud(None, SimpleNamespace(attention=None))
+        Loud().flags(book, SimpleNamespace(attention={}))
+
+
+def test_a_norm_of_ones_own_and_the_largest_column_sums() -> None:
+    states = SimpleNamespace(vision=torch.tensor([[3.0, 4.0], [0.0, 1.0]]), column_sums=torch.tensor([1.0, 8.0, 2.0]))
+    assert Norm(5).flags(None, states)[0].tolist() == [True, False]
+    flag, scores = ColumnSums().flags(None, states)
+    assert flag.tolist() == [False, True, False] and scores["vit concentration"].tolist() == [0.5, 4.0, 1.0]
+    bare = SimpleNamespace(vision=None, column_sums=None)
+    for rule, words in ((Norm(), "merges patches"), (ColumnSums(), "one to one"), (VisionChannels((1,)), "merges")):
+        with pytest.raises(DartLabError, match=words):
+            rule.flags(None, bare)
+
+
+def test_vision_channels_given_or_found() -> None:
+    states = SimpleNamespace(vision=torch.tensor([[3.0, 4.0, 0.0], [1.0, 0.2, 9.0]]))
+    assert VisionChannels((1,), share=0.6).flags(None, states)[0].tolist() == [True, False]
+    assert VisionChannels().flags(SimpleNamespace(vit_channels=(2,)), states)[0].tolist() == [False, True]
+    assert not VisionChannels().flags(SimpleNamespace(vit_channels=()), states)[0].any()
+    with pytest.raises(DartLabError, match="fit it again"):
+        VisionChannels().flags(SimpleNamespace(vit_channels=None), states)
+    with pytest.raises(DartLabError, match="channels 0 to 2"):
+        VisionChannels((3,)).flags(None, states)
+
+
+def test_received_counts_heads_and_like_first_compares_with_the_first_token() -> None:
+    book = SimpleNamespace(layers=(2,))
+    heads = torch.tensor([[0.3, 0.31, 0.0], [0.1, 0.9, 0.0]])
+    assert Received().flags(book, SimpleNamespace(received={2: heads}))[0].tolist() == [True, True, False]
+    assert Received(often=0.6).flags(book, SimpleNamespace(received={2: heads}))[0].tolist() == [False, True, False]
+    tokens, first = torch.tensor([[2.0, 0.0], [1.0, 1.0]]), torch.tensor([1.0, 0.0])
+    states = SimpleNamespace(layers={2: tokens}, first={2: first})
+    assert LikeFirst().flags(book, states)[0].tolist() == [True, False]
+    with pytest.raises(DartLabError, match="begins with the picture"):
+        LikeFirst().flags(book, SimpleNamespace(layers={2: tokens}, first={}))

@@ -1,0 +1,119 @@
+"""`Rule`: one definition of one role; and the rules that serve every role."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from dart_lab.errors import DartLabError
+from dart_lab.roles.dead import nearest_centroid
+from dart_lab.roles.labels import ROLES
+from dart_lab.roles.lens import nearest_ids
+
+if TYPE_CHECKING:
+    from dart_lab.roles.rolebook import Rolebook
+    from dart_lab.vlm.states import VisualStates
+
+Flagged = tuple[Tensor, dict[str, Tensor]]
+#: What a rule may need beside the tokens' vectors; all but the vocabulary are fields of `VisualStates`.
+ATTENTION, RECEIVED, COLUMN_SUMS, EFFECT, VOCABULARY = "attention", "received", "column_sums", "effect", "vocabulary"
+LENS_IDS = 3  # nearest ids that are looked at, as in the released code of EmbedLens
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """One definition of one role; its fields are the numbers that it compares with.
+
+    `needs` names what must be measured for it; `runs`: whether it reads the inputs of the book's layers.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    runs: ClassVar[bool] = False
+
+    @abstractmethod
+    def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
+        """`(n,)` bool, and the scores that it was read from, name → `(n,)`.
+
+        Raises:
+            DartLabError: this model or book cannot serve the rule.
+        """
+
+    def layers(self, book: Rolebook) -> tuple[int, ...]:
+        """Decoder layers whose inputs it reads."""
+        return book.layers if self.runs or self.needs & {ATTENTION, RECEIVED} else ()
+
+
+def no_token(states: VisualStates) -> Flagged:
+    """A role that no token has."""
+    return torch.zeros(len(states.embeds), dtype=torch.bool, device=states.embeds.device), {}
+
+
+def largest(values: Tensor, share: float) -> Tensor:
+    """`(n,)` bool: the share of the tokens with the largest values, at least one; ties go to the lower index.
+
+    >>> largest(torch.tensor([1.0, 3.0, 3.0]), 0.01).tolist()
+    [False, True, False]
+    """
+    order = values.argsort(descending=True, stable=True)[: max(round(share * len(values)), 1)]
+    return torch.zeros_like(values, dtype=torch.bool).index_fill(0, order, True)
+
+
+def inputs_of(layers: tuple[int, ...], states: VisualStates, rule: Rule) -> Tensor:
+    """`(layers, n, channels)` inputs of decoder layers. Raises `DartLabError` where the model did not run that far."""
+    if not layers or any(layer not in states.layers for layer in layers):
+        raise DartLabError(f"rule {type(rule).__name__} needs a run of the language model; leave when='run'")
+    return torch.stack([states.layers[layer] for layer in layers])
+
+
+@dataclass(frozen=True)
+class NoToken(Rule):
+    """No token has this role."""
+
+    def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
+        return no_token(states)
+
+
+@dataclass(frozen=True)
+class NearestCentroid(Rule):
+    """The nearest of all centroids is one of `role` (2608.04483)."""
+
+    role: str
+
+    def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
+        names = [name for name in ROLES if name in book.centroids]
+        if self.role not in names:
+            return no_token(states)
+        table = torch.cat([book.centroids[name] for name in names])
+        owner = torch.cat([torch.full((len(book.centroids[name]),), place) for place, name in enumerate(names)])
+        found = nearest_centroid(book.centre(states.embeds), table.to(states.embeds.device))[0]
+        return owner.to(found.device)[found] == names.index(self.role), {}
+
+
+@dataclass(frozen=True)
+class Lens(Rule):
+    """One of the `nearest` 3 vocabulary ids is one of the role's (EmbedLens, 2603.00510).
+
+    Attributes:
+        role: whose words.
+        ids: vocabulary ids, for example (1141,), (26673,) and (30296,) for the ViT sinks, LLM sinks and dead tokens of
+            LLaVA-1.5-7B. Default: those nearest to the role's centroids in this model.
+        nearest: how many ids of a token are looked at.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({VOCABULARY})
+    role: str
+    ids: tuple[int, ...] | None = None
+    nearest: int = LENS_IDS
+
+    def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
+        table = book.table
+        if table is None:
+            raise DartLabError("rule 'lens' compares with the vocabulary; give the book's table: book.with_table(vlm)")
+        ids = book.words.get(self.role, []) if self.ids is None else self.ids
+        if not len(ids):
+            return no_token(states)
+        return nearest_ids(book.centre(states.embeds), table, k=self.nearest).any_of(ids), {}
