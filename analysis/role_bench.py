@@ -22,7 +22,7 @@ from dart_lab.pruners.fitting import Depth, fit
 from dart_lab.roles.controls import Match, matched_control
 from dart_lab.roles.fit import fit_rolebook
 from dart_lab.roles.labels import ROLES, TokenRoles
-from dart_lab.roles.pool import Pool, open_pool
+from dart_lab.roles.pool import Pool, Survey, open_pool
 from dart_lab.roles.rolebook import Rolebook, load_rolebook
 from dart_lab.studies.answering import record_of
 from dart_lab.tasks.base import Sample
@@ -39,24 +39,34 @@ Conditions = Callable[[Sequence[TokenRoles], Sequence[VisualTokens], Sequence[in
 
 @dataclass(frozen=True, eq=False)
 class RoleBench:
-    """A bench and the rolebook of its model."""
+    """A bench and the rolebook of its model.
+
+    Attributes:
+        shares: share of each role among the tokens of a pool, by the rules that are used here.
+    """
 
     bench: Bench
     book: Rolebook
+    shares: Mapping[str, float]
 
     @property
     def present(self) -> list[str]:
         """Roles that the pool has, in order of precedence."""
-        return [role for role in ROLES if self.book.prevalence[role]["value"] > 0]
+        return [role for role in ROLES if self.shares[role] > 0]
 
     def facts(self, name: str) -> dict[str, Any]:
         """Those of the bench, and what the rolebook says."""
-        return {**self.bench.facts(name), "roles": self.present, "prevalence": dict(self.book.prevalence),
-                "book": self.book.lines()}  # fmt: skip
+        rules, book = self.bench.options.rules, self.book.lines()
+        if rules:
+            book.append(
+                "but here roles by " + ", ".join(f"{role}={rule}" for role, rule in rules.items()) + ": "
+                + ", ".join(f"{role} {100 * share:.1f} %" for role, share in self.shares.items()) + " of the pool"
+            )  # fmt: skip
+        return {**self.bench.facts(name), "roles": self.present, "prevalence": dict(self.book.prevalence), "book": book}
 
     def roles(self, inputs: Mapping[str, Any]) -> list[TokenRoles]:
         """Roles of a batch, from an unpruned run."""
-        return self.book.assign(self.bench.vlm, inputs)
+        return self.book.assign(self.bench.vlm, inputs, definition=self.bench.options.rules)
 
     def answers(self, conditions: Conditions, progress: bool) -> pd.DataFrame:
         """Records of conditions that may differ from sample to sample, with `kept ROLE` and `all ROLE` in each row.
@@ -100,13 +110,26 @@ def open_roles(
     """
     bench = open_bench(options, n=n, keep=keep, methods=methods)
     if options.rolebook is not None:
-        return RoleBench(bench, load_rolebook(options.rolebook, bench.vlm))
-    with tempfile.TemporaryDirectory() as folder:
-        book = fit_rolebook(
-            bench.vlm, pool_of(bench), Path(folder) / "book", seed=options.seed, batch=options.batch_size,
-            progress=progress,
-        )  # fmt: skip
-    return RoleBench(bench, book)
+        book = load_rolebook(options.rolebook, bench.vlm)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            book = fit_rolebook(
+                bench.vlm, pool_of(bench), Path(folder) / "book", seed=options.seed, batch=options.batch_size,
+                progress=progress,
+            )  # fmt: skip
+    shares = {role: book.prevalence[role]["value"] for role in ROLES}
+    return RoleBench(bench, book, shares if not options.rules else shares_of(bench, book))
+
+
+def shares_of(bench: Bench, book: Rolebook) -> dict[str, float]:
+    """Share of each role among the tokens of a pool, by the rules of a bench."""
+    pool, size, primary = pool_of(bench), bench.options.batch_size, list[np.ndarray]()
+    for start in range(0, len(pool), size):
+        pictures = [pool[number] for number in range(start, min(start + size, len(pool)))]
+        inputs = bench.vlm.prepare(pictures, [Survey.question] * len(pictures))
+        primary += [own.primary for own in book.assign(bench.vlm, inputs, definition=bench.options.rules)]
+    counts = np.bincount(np.concatenate(primary), minlength=len(ROLES))
+    return dict(zip(ROLES, (counts / counts.sum()).tolist(), strict=True))
 
 
 def pool_of(bench: Bench, n: int = POOL, seed: int = POOL_SEED) -> Pool:

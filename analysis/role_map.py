@@ -14,14 +14,15 @@ from dart_lab.displays.curves import wrapped
 from dart_lab.displays.figure import FigureData, FigureOptions, FigureSpec
 from dart_lab.displays.roles import ROLE_COLOURS, draw_scatter
 from dart_lab.roles.labels import DEAD, LLM_SINK, ROLES, VIT_SINK, agreement
-from dart_lab.roles.rules import DEFAULT, Definition
+from dart_lab.roles.rule import VOCABULARY
+from dart_lab.roles.rules import DEFAULT, Definition, check_definition
 
 from .role_bench import open_roles
 
 SAMPLES = 60
 TOKENS = 2400  # points in the plane, drawn evenly from all pictures
 RULES: Mapping[str, Definition] = {
-    "thresholds": DEFAULT,
+    "thresholds": DEFAULT,  # or those of --rules
     "nearest centroid": {VIT_SINK: "centroid", LLM_SINK: "centroid", DEAD: "centroid"},
 }
 PERPLEXITY, NEIGHBOURS = 30, 15
@@ -36,18 +37,19 @@ def compute(options: FigureOptions, progress: bool) -> FigureData:
     """
     from tqdm import tqdm
 
-    from dart_lab.vlm.states import visual_states
-
     found = open_roles(options, n=SAMPLES, progress=progress)
     bench, book = found.bench, found.book
+    definitions = {**RULES, "thresholds": {**DEFAULT, **(bench.options.rules or {})}}
+    rules = [rule for own in definitions.values() for rule in check_definition(own).values()]
+    book = book.with_table(bench.vlm) if any(VOCABULARY in rule.needs for rule in rules) else book
     rng = np.random.Generator(np.random.PCG64(bench.options.seed))
     each = max(TOKENS // len(bench.task), 1)
     vectors, parts = [], []
     for sample in tqdm(bench.task, desc="pictures", disable=not progress):
         inputs = bench.vlm.prepare([sample.image], [sample.question])
-        states = visual_states(bench.vlm, inputs, book.layers)[0]
+        states = book.states(bench.vlm, inputs, rules)[0]
         chosen = np.sort(rng.permutation(len(states.embeds))[:each])
-        labels = {rule: book.roles_of(states, definition=own).primary[chosen] for rule, own in RULES.items()}
+        labels = {rule: book.roles_of(states, definition=own).primary[chosen] for rule, own in definitions.items()}
         vectors.append(states.embeds[chosen].float().cpu().numpy())
         parts.append(
             pd.DataFrame(

@@ -38,9 +38,10 @@ class Bench:
         keep = "" if not o.keep else f" --keep {','.join(map(str, o.keep))}"
         methods = "" if not o.methods else f" --methods {','.join(o.methods)}"
         book = "" if o.rolebook is None else f" --rolebook {o.rolebook}"
+        rules = "" if not o.rules else " --rules " + ",".join(f"{role}={rule}" for role, rule in o.rules.items())
         return {
             "command": f"dart-lab figure {name} --model {o.model} --data {o.data}{methods}{keep} --layer {o.layer} "
-            f"--n {o.n} --seed {o.seed}{book}",
+            f"--n {o.n} --seed {o.seed}{book}{rules}",
             "model": o.model, "data": self.task.name, "n": len(self.task), "layer": o.layer, "seed": o.seed,
             "visual": self.depth.visual, "task": self.task.provenance(), "provenance": self.vlm.provenance(),
         }  # fmt: skip

@@ -129,6 +129,9 @@ def figure(
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("figures"),
     from_file: Annotated[Path | None, typer.Option("--from", help="Draw again from this Parquet file.")] = None,
     rolebook: Annotated[Path | None, typer.Option(help="For figures about roles: file of dart-lab roles fit.")] = None,
+    rules: Annotated[
+        str | None, typer.Option(help="For figures about roles: ROLE=RULE, separated by commas; see docs/roles.md.")
+    ] = None,
     show_list: Annotated[bool, typer.Option("--list", help="Print the names of the figures and stop.")] = False,
     progress: Annotated[bool | None, typer.Option(help="Progress bar. Default: on a terminal.")] = None,
 ) -> None:
@@ -148,10 +151,12 @@ def figure(
         model=model, data=data, methods=None if methods is None else tuple(_split(methods, "methods")),
         keep=None if keep is None else tuple(parse_keep(part) for part in _split(keep, "keep")),
         layer=layer, n=n, seed=seed, out=out, progress=progress, rolebook=rolebook,
+        rules=None if rules is None else _rules(rules),
     )
     specs = [figure_spec(each) for each in names]
-    if rolebook is not None and not any(spec.roles for spec in specs):
-        raise DartLabError(f"--rolebook {rolebook}: figure {name!r} reads no roles; leave it out, or see --list")
+    for option, given in (("--rolebook", rolebook), ("--rules", rules)):
+        if given is not None and not any(spec.roles for spec in specs):
+            raise DartLabError(f"{option} {given}: figure {name!r} reads no roles; leave it out, or see --list")
     _check_figure_options(chosen)
     for each in names:
         for path in run_figure(each, chosen, from_file=from_file, echo=_plain):
@@ -258,6 +263,12 @@ def _split(text: str, option: str) -> list[str]:
     if not all(parts):
         raise DartLabError(f"--{option} {text!r}: an entry is empty; write them with one comma between")
     return parts
+
+
+def _rules(text: str) -> dict[str, str]:
+    from dart_lab.roles.rules import parse_definition
+
+    return parse_definition(text)
 
 
 def _check_figure_options(chosen: Any) -> None:

@@ -40,6 +40,7 @@ class FigureOptions:
         batch_size: samples in one pass of the model. Default 8.
         progress: show a progress bar on stderr; None: only on a terminal.
         rolebook: file of `dart-lab roles fit`, for figures about roles; None: they fit one on other pictures.
+        rules: for these figures, role → rule (see docs/roles.md); None: the rules of the fit.
     """
 
     model: str = "tiny"
@@ -53,6 +54,7 @@ class FigureOptions:
     batch_size: int = 8
     progress: bool | None = None
     rolebook: Path | None = None
+    rules: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True, eq=False)

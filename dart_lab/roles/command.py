@@ -105,3 +105,36 @@ def compare(
     for path in books:
         load_rolebook(path, vlm)
     typer.echo(book_agreement(vlm, found, pool, batch=batch).to_csv(index=False, float_format="%.3f"), nl=False)
+
+
+@app.command(epilog="Example:  dart-lab roles rules tiny.rolebook --model tiny --role dead")
+def rules(
+    book: Annotated[Path, typer.Argument(help="File of a rolebook.")],
+    role: Annotated[str, typer.Option(help="vit-sink, llm-sink or dead.")],
+    model: Annotated[str, typer.Option(help="'tiny', 'mini', a folder, or a hub id.")] = "tiny",
+    names: Annotated[
+        str | None, typer.Option("--rules", help="Rules, separated by commas. Default: all that are not slow.")
+    ] = None,
+    images: Annotated[str, typer.Option(help="A folder of pictures, or the name of a task.")] = "shapes",
+    n: Annotated[int, typer.Option(help="Pictures on which they are compared.", min=2)] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of these pictures; choose one that no book was fitted with.")] = 77,
+    batch: Annotated[int, typer.Option(help="Pictures in one pass.", min=1)] = 8,
+) -> None:
+    """Print how far the definitions of a role agree: Cohen's kappa and the adjusted Rand index of every two."""
+    from dart_lab.roles.pool import open_pool
+    from dart_lab.roles.rolebook import load_rolebook
+    from dart_lab.roles.rule_agreement import rule_agreement
+    from dart_lab.roles.rules import rule_of
+    from dart_lab.vlm.load import check_model_name, load
+
+    chosen = None if names is None else [name.strip() for name in names.split(",")]
+    for name in chosen or ("none",):
+        rule_of(role, name)
+    check_model_name(model)
+    load_rolebook(book)
+    pool = open_pool(images, n=n, seed=seed)
+    vlm = load(model)
+    table, left_out = rule_agreement(vlm, load_rolebook(book, vlm), pool, role, chosen, batch=batch)
+    for name, reason in left_out.items():
+        print(f"left out {name}: {reason}", file=sys.stderr)
+    typer.echo(table.to_csv(index=False, float_format="%.3f"), nl=False)

@@ -1,4 +1,4 @@
-"""Dead tokens: vectors that come back in every picture, and the centroids by which they are known again."""
+"""Foreign similarity: dead tokens are vectors that come back in every picture."""
 
 from __future__ import annotations
 
@@ -66,60 +66,3 @@ def foreign_similarity(
         raise DartLabError("there is no reference token from another picture; give a pool of two pictures at least")
     best = nearest_in_each(tokens, references[others], owner[others])[0].sort(dim=1, descending=True).values
     return torch.stack([best[:, : max(round(share * best.shape[1]), 1)].mean(dim=1) for share in shares], dim=1)
-
-
-def spherical_kmeans(points: Tensor, k: int, *, seed: int = 0, rounds: int = 50) -> tuple[Tensor, Tensor]:
-    """k-means on the unit sphere: centroids `(k, channels)` of length 1, and the centroid of each point `(n,)`.
-
-    Starts from points drawn one after the other with probability ∝ 1 − cosine to the nearest centroid so far
-    (k-means++), with `seed`. An emptied centroid moves to the point farthest from its own.
-
-    Raises:
-        DartLabError: k outside 1 … number of points.
-
-    >>> centroids, label = spherical_kmeans(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), 2)
-    >>> bool(label[0] == label[2]), bool(label[0] == label[1])
-    (True, False)
-    """
-    if not 1 <= k <= len(points):
-        raise DartLabError(f"k={k}: give a number from 1 to {len(points)}, the number of points")
-    unit = torch.nn.functional.normalize(points.float(), dim=-1)
-    generator = torch.Generator().manual_seed(seed)
-    first = int(torch.randint(len(unit), (1,), generator=generator))
-    chosen = [first]
-    nearest = unit @ unit[first]
-    while len(chosen) < k:
-        weight = (1 - nearest).clamp(min=0).double().cpu()
-        if float(weight.sum()) <= 0:
-            weight = torch.ones_like(weight)
-        chosen.append(int(torch.multinomial(weight, 1, generator=generator)))
-        nearest = torch.maximum(nearest, unit @ unit[chosen[-1]])
-    centroids = unit[chosen]
-    label = torch.full((len(unit),), -1, dtype=torch.int64)
-    for _ in range(rounds):
-        cosine = unit @ centroids.mT
-        new = cosine.argmax(dim=1)
-        if torch.equal(new, label):
-            break
-        label = new
-        sums = torch.zeros_like(centroids).index_add_(0, label, unit)
-        empty = torch.bincount(label, minlength=k) == 0
-        if bool(empty.any()):
-            far = cosine.gather(1, label[:, None])[:, 0].argsort(stable=True)[: int(empty.sum())]
-            sums[empty] = unit[far]
-        centroids = torch.nn.functional.normalize(sums, dim=-1)
-    return centroids, label
-
-
-def nearest_centroid(tokens: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centroid of each token and the cosine to it: `(…, channels)`, `(k, channels)` → `(…)` int64, `(…)`.
-
-    >>> nearest_centroid(torch.tensor([[0.0, 3.0]]), torch.eye(2))[0].tolist()
-    [1]
-    """
-    cosine = (
-        torch.nn.functional.normalize(tokens.float(), dim=-1)
-        @ torch.nn.functional.normalize(centroids.float(), dim=-1).mT
-    )
-    best = cosine.max(dim=-1)
-    return best.indices, best.values

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.dead import nearest_centroid
+from dart_lab.roles.clusters import nearest_centroid
 from dart_lab.roles.labels import ALIVE, DEAD
 from dart_lab.roles.llm_rules import text_attention
 from dart_lab.roles.rule import ATTENTION, EFFECT, Flagged, Rule, inputs_of, no_token
@@ -37,15 +37,18 @@ class DeadCosine(Rule):
 class LargestCluster(Rule):
     """The nearest of the pool's clusters is the one with the most tokens: EmbedLens' description of dead tokens.
 
-    The clusters are those of all stored tokens of the pool that are no sinks, dead and alive alike; how many there are
-    (`Fit.clusters`) changes what this rule says, and it always finds some.
+    The clusters are those of all stored tokens of the pool that are no sinks, dead and alive alike. How they are made
+    (`Fit.clusters`) changes what this rule says; those of k-means leave no token out, so that it always finds some.
     """
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
         if book.clusters is None:
             raise DartLabError("this rolebook holds no clusters of its pool; fit it again to use 'largest-cluster'")
-        tokens = book.centre(states.embeds)
-        return nearest_centroid(tokens, book.clusters.to(tokens.device))[0] == 0, {}
+        tokens, clusters = book.centre(states.embeds), book.clusters
+        if not len(clusters.centroids):
+            return no_token(states)
+        near, cosine = nearest_centroid(tokens, clusters.centroids.to(tokens.device))
+        return (near == 0) & (cosine >= clusters.reach), {}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,14 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.files import check_targets, check_writable
-from dart_lab.roles.dead import nearest_centroid, spherical_kmeans
+from dart_lab.roles.clusters import (
+    SAME_VECTOR,
+    Clusters,
+    by_silhouette,
+    dense_clusters,
+    nearest_centroid,
+    spherical_kmeans,
+)
 from dart_lab.roles.histogram import Histogram
 from dart_lab.roles.identity import identity_of
 from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, kappa
@@ -25,8 +32,6 @@ from dart_lab.roles.text_sinks import above_pictures, find_text_sinks
 from dart_lab.roles.tower_sinks import find_tower_channels
 
 NORM_BIN, SIMILAR_BIN = 0.02, 0.005  # widths: natural logarithm of the norm, and foreign similarity
-APART = 0.5  # silhouette that two clusters of dead vectors must reach
-SAME_VECTOR = 1e-2  # distance on the unit sphere below which vectors are copies (they are stored in half precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +58,8 @@ class Fit:
             0.95.
         most_dead_centroids: the number of dead centroids is chosen by silhouette up to this. Default 8.
         alive_centroids: Default 32.
-        clusters: of all tokens that are no sinks, for the rule "largest-cluster". Default 32.
+        clusters: of all tokens that are no sinks, for the rule "largest-cluster": how many that k-means on the sphere
+            makes, or "hdbscan" for as many as the density has. Default 32.
         stored: vectors kept for clustering. Default 20,000.
         references: pictures that others are compared with. Default 32.
         draws: bootstrap draws of pictures for the intervals. Default 1000.
@@ -73,7 +79,7 @@ class Fit:
     least_alone: float = 0.95
     most_dead_centroids: int = 8
     alive_centroids: int = 32
-    clusters: int = 32
+    clusters: int | Literal["hdbscan"] = 32
     stored: int = 20_000
     references: int = 32
     draws: int = 1000
@@ -226,7 +232,7 @@ class _Labels:
             elif role == ALIVE:
                 centroids[role] = spherical_kmeans(rows, min(self.how.alive_centroids, len(rows)), seed=seed)[0]
             else:
-                centroids[role] = _by_silhouette(rows, self.how.most_dead_centroids, seed)
+                centroids[role] = by_silhouette(rows, self.how.most_dead_centroids, seed)
         self._calibrate(centroids, points, roles)
         evidence = {
             "why": {VIT_SINK: self.vit.why, DEAD: self.dead_why},
@@ -236,16 +242,15 @@ class _Labels:
         }
         return centroids, evidence
 
-    def clusters(self, seed: int) -> Tensor | None:
-        """`(k, channels)` centroids of the tokens that were drawn evenly and are no sinks, largest cluster first."""
+    def clusters(self, seed: int) -> Clusters:
+        """Clusters of the tokens that were drawn evenly and are no sinks."""
         points, roles, drawn = self._kept()
         rest = points[torch.from_numpy(drawn & (roles >= ROLES.index(DEAD)))]
+        if self.how.clusters == "hdbscan":
+            return dense_clusters(rest, least=self.how.least_dead, similar=self.how.least_similar)
         if not len(rest):
-            return None
-        centroids, label = spherical_kmeans(rest, min(self.how.clusters, len(rest)), seed=seed)
-        size = torch.bincount(label, minlength=len(centroids))
-        order = size.argsort(descending=True, stable=True)
-        return centroids[order[: int((size > 0).sum())]]
+            return Clusters(rest)
+        return Clusters.of(*spherical_kmeans(rest, min(self.how.clusters, len(rest)), seed=seed))
 
     def _kept(self) -> tuple[Tensor, np.ndarray, np.ndarray]:
         """The stored vectors, the primary role of each, and which were drawn evenly."""
@@ -327,22 +332,6 @@ class _Labels:
         cells = {"value": value, "low": low, "high": high, "per picture": each}
         found = {role: {name: float(cell[i]) for name, cell in cells.items()} for i, role in enumerate(ROLES)}
         return found, len(table)
-
-
-def _by_silhouette(points: Tensor, most: int, seed: int) -> Tensor:
-    """Centroids of dead vectors: as many as separate best, one where two would split copies of the same vector."""
-    from sklearn.metrics import silhouette_score
-
-    sample = points[:: max(len(points) // 2000, 1)]  # silhouettes are quadratic
-    best, chosen = APART, 1
-    for k in range(2, min(most, len(sample) - 1) + 1):
-        label = spherical_kmeans(sample, k, seed=seed)[1].numpy()
-        if len(np.unique(label)) < 2 or float((sample - sample.mean(dim=0)).norm(dim=1).max()) < SAME_VECTOR:
-            continue
-        value = float(silhouette_score(sample.numpy(), label, metric="cosine"))
-        if value > best:
-            best, chosen = value, k
-    return spherical_kmeans(points, chosen, seed=seed)[0]
 
 
 def _plain(histogram: Histogram) -> dict[str, Any]:

@@ -101,6 +101,17 @@ class Loud(Rule):
 
 
 @dataclass(frozen=True)
+class EnergyOrAttention(Rule):
+    """`Energy` where the language model has channels on which sinks spike; where it has none, `Loud`."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({ATTENTION})
+    runs: ClassVar[bool] = True
+
+    def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
+        return (Energy() if book.channels else Loud()).flags(book, states)
+
+
+@dataclass(frozen=True)
 class Received(Rule):
     """A query that sees it pays it at least `least` of its attention, on average, in the share `often` of the heads.
 
@@ -135,6 +146,7 @@ class LikeFirst(Rule):
         after: decoder layer, from 0. Default 1.
     """
 
+    runs: ClassVar[bool] = True
     least: float = 0.9
     after: int = 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.files import write_files
+from dart_lab.roles.clusters import Clusters
 from dart_lab.roles.identity import identity_of
 from dart_lab.roles.labels import ALIVE, DEAD, LLM_SINK, ROLES, VIT_SINK, TokenRoles
-from dart_lab.roles.rule import ATTENTION, COLUMN_SUMS, EFFECT, RECEIVED, VOCABULARY
+from dart_lab.roles.rule import ATTENTION, COLUMN_SUMS, EFFECT, RECEIVED, VOCABULARY, Rule
 from dart_lab.roles.rules import Definition, check_definition
 from dart_lab.vlm.leave_one_out import leave_one_out
 from dart_lab.vlm.states import VisualStates, visual_states
@@ -48,9 +49,8 @@ class Rolebook:
         evidence: why the cuts are where they are: sentences, precision and recall of the rules that need no run of the
             language model, stability, histograms; plain JSON values.
         vit_channels: channels of the vision features on which the tokens with the largest norms spike; empty: they do
-            not; None: the fit did not look.
-        clusters: `(k, channels)` centroids of the pool's tokens that are no sinks, in the space of the others, the one
-            with most tokens first; None: the fit did not make them, or there are only sinks.
+            not; None: an older fit did not look.
+        clusters: of the pool's tokens that are no sinks, in the space of the centroids; None: an older fit made none.
         table: `(vocabulary, channels)`, only while the rule "lens" is used; not saved.
     """
 
@@ -69,7 +69,7 @@ class Rolebook:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     mean: Tensor | None = None
     vit_channels: tuple[int, ...] | None = None
-    clusters: Tensor | None = None
+    clusters: Clusters | None = None
     table: Tensor | None = field(default=None, repr=False)
 
     def assign(
@@ -97,9 +97,13 @@ class Rolebook:
             DartLabError: no visual tokens, an unknown rule, or a rule that this model cannot serve.
         """
         chosen = check_definition(definition, when)
-        rules = chosen.values()
+        needs_words = any(VOCABULARY in rule.needs for rule in chosen.values())
+        book = self.with_table(vlm) if needs_words and self.table is None else self
+        return [book._labels(one, chosen) for one in book.states(vlm, inputs, chosen.values())]
+
+    def states(self, vlm: Any, inputs: Mapping[str, Any], rules: Collection[Rule]) -> list[VisualStates]:
+        """What these rules read of a batch, one entry a sample; arguments and errors as `assign`."""
         needs = frozenset[str]().union(*(rule.needs for rule in rules))
-        book = self.with_table(vlm) if VOCABULARY in needs and self.table is None else self
         layers = sorted({layer for rule in rules for layer in rule.layers(self)})
         found = visual_states(
             vlm, inputs, layers, attention=ATTENTION in needs, received=RECEIVED in needs,
@@ -108,11 +112,14 @@ class Rolebook:
         if EFFECT in needs:
             effects = leave_one_out(vlm, inputs)
             found = [dataclasses.replace(one, effect=own) for one, own in zip(found, effects, strict=True)]
-        return [book.roles_of(one, definition=chosen) for one in found]
+        return found
 
     def roles_of(self, states: VisualStates, *, definition: Definition | None = None) -> TokenRoles:
         """The roles of one sample's visual tokens, from their states: with the inputs of `layers`, or without any."""
-        chosen = check_definition(definition, "run" if states.layers or not self.layers else "input")
+        when: Literal["run", "input"] = "run" if states.layers or not self.layers else "input"
+        return self._labels(states, check_definition(definition, when))
+
+    def _labels(self, states: VisualStates, chosen: Mapping[str, Rule]) -> TokenRoles:
         flags: dict[str, np.ndarray] = {}
         scores: dict[str, np.ndarray] = {}
         for role in ROLES[:-1]:
@@ -142,7 +149,7 @@ class Rolebook:
         if self.mean is not None:
             tensors[_MEAN] = self.mean.contiguous()
         if self.clusters is not None:
-            tensors[_CLUSTERS] = self.clusters.contiguous()
+            tensors[_CLUSTERS] = self.clusters.centroids.contiguous()
         if not tensors:
             tensors = {"none": torch.zeros(0)}
         write_files({path: save(tensors, {_META: json.dumps(self.facts(), ensure_ascii=False)})})
@@ -156,6 +163,7 @@ class Rolebook:
             "dead_cut": self.dead_cut, "dead_cosine": self.dead_cosine, "words": self.words,
             "prevalence": self.prevalence, "evidence": self.evidence,
             "vit_channels": None if self.vit_channels is None else list(self.vit_channels),
+            "reach": None if self.clusters is None else self.clusters.reach,
         }  # fmt: skip
 
     def lines(self) -> list[str]:
@@ -172,6 +180,8 @@ class Rolebook:
                 f"{role}: {cell['value']:.2%} [{cell['low']:.2%}, {cell['high']:.2%}], "
                 f"{sizes.get(role, 0)} centroids{note}"
             )
+        if "vit channels" in why:
+            out.append(f"channels of the vision tower: {why['vit channels']}")
         for name, cell in self.evidence["rules without a run"].items():
             out.append(f"{name} known without a run: precision {cell['precision']:.2f}, recall {cell['recall']:.2f}")
         if 0 < share[VIT_SINK]["per picture"] < 1 or 0 < share[LLM_SINK]["per picture"] < 1:
@@ -220,7 +230,8 @@ def load_rolebook(path: str | Path, vlm: Any | None = None) -> Rolebook:
     facts |= {"channels": tuple(facts["channels"]), "layers": tuple(facts["layers"])}
     if facts.get("vit_channels") is not None:
         facts["vit_channels"] = tuple(facts["vit_channels"])
-    mean, clusters = tensors.pop(_MEAN, None), tensors.pop(_CLUSTERS, None)
+    mean, rows, reach = tensors.pop(_MEAN, None), tensors.pop(_CLUSTERS, None), facts.pop("reach", None)
+    clusters = None if rows is None else Clusters(rows, reach)
     book = Rolebook(centroids=tensors, mean=mean, clusters=clusters, **facts)
     if vlm is not None:
         check_identity(book, vlm, path)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.dead import nearest_centroid
+from dart_lab.roles.clusters import nearest_centroid
 from dart_lab.roles.labels import ROLES
 from dart_lab.roles.lens import nearest_ids
 
@@ -28,7 +28,7 @@ LENS_IDS = 3  # nearest ids that are looked at, as in the released code of Embed
 class Rule(ABC):
     """One definition of one role; its fields are the numbers that it compares with.
 
-    `needs` names what must be measured for it; `runs`: whether it reads the inputs of the book's layers.
+    `needs` names what must be measured for it; `runs`: whether it reads inputs of decoder layers behind the first.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -41,6 +41,11 @@ class Rule(ABC):
         Raises:
             DartLabError: this model or book cannot serve the rule.
         """
+
+    @property
+    def at_input(self) -> bool:
+        """Whether it can be told before the language model runs."""
+        return not self.runs and not self.needs & {ATTENTION, RECEIVED, EFFECT}
 
     def layers(self, book: Rolebook) -> tuple[int, ...]:
         """Decoder layers whose inputs it reads."""

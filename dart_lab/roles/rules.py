@@ -11,7 +11,7 @@ from typing import Literal
 from dart_lab.errors import DartLabError, did_you_mean
 from dart_lab.roles.dead_rules import DeadCosine, Faint, LargestCluster, LeaveOneOut, Unchanged
 from dart_lab.roles.labels import DEAD, LLM_SINK, VIT_SINK
-from dart_lab.roles.llm_rules import Energy, LikeFirst, Loud, Phi, Psi, Received
+from dart_lab.roles.llm_rules import Energy, EnergyOrAttention, LikeFirst, Loud, Phi, Psi, Received
 from dart_lab.roles.rule import Lens, NearestCentroid, NoToken, Rule
 from dart_lab.roles.vit_rules import ColumnSums, Norm, NormAuto, NormSpread, NormTop, VisionChannels
 
@@ -26,8 +26,9 @@ RULES: Mapping[str, Mapping[str, Rule]] = {
         "lens": Lens(VIT_SINK), "none": NoToken(),
     },
     LLM_SINK: {
-        "energy": Energy(), "phi": Phi(), "psi": Psi(), "attention": Loud(), "received": Received(),
-        "like-bos": LikeFirst(), "centroid": NearestCentroid(LLM_SINK), "lens": Lens(LLM_SINK), "none": NoToken(),
+        "energy": Energy(), "phi": Phi(), "psi": Psi(), "attention": Loud(),
+        "energy-or-attention": EnergyOrAttention(), "received": Received(), "like-bos": LikeFirst(),
+        "centroid": NearestCentroid(LLM_SINK), "lens": Lens(LLM_SINK), "none": NoToken(),
     },
     DEAD: {
         "cosine": DeadCosine(), "largest-cluster": LargestCluster(), "unchanged": Unchanged(), "attention": Faint(),
@@ -45,7 +46,7 @@ def check_definition(definition: Definition | None, when: Literal["run", "input"
     """A rule for every role: the given ones, defaults for the others.
 
     Raises:
-        DartLabError: an unknown role, rule or moment.
+        DartLabError: an unknown role, rule or moment, or a rule that reads a run when there is none.
 
     >>> check_definition({"vit-sink": Norm(150), "dead": "centroid"})
     {'vit-sink': Norm(cut=150), 'llm-sink': Energy(channels=None), 'dead': NearestCentroid(role='dead')}
@@ -55,9 +56,48 @@ def check_definition(definition: Definition | None, when: Literal["run", "input"
     chosen = {**(DEFAULT if when == "run" else AT_INPUT), **(definition or {})}
     out = {}
     for role, name in chosen.items():
-        if role not in RULES:
-            raise DartLabError(f"unknown role {role!r}. {did_you_mean(role, RULES)}")
-        if not isinstance(name, Rule) and name not in RULES[role]:
-            raise DartLabError(f"unknown rule {name!r} for {role}. {did_you_mean(name, RULES[role])}")
-        out[role] = name if isinstance(name, Rule) else RULES[role][name]
+        rule = out[role] = rule_of(role, name)
+        if when == "input" and not rule.at_input:
+            early = [other for other, one in RULES[role].items() if one.at_input]
+            raise DartLabError(
+                f"rule {name!r} for {role} needs a run of the language model; leave when='run', or give one of "
+                f"{', '.join(early)}"
+            )
     return out
+
+
+def parse_definition(text: str) -> dict[str, str]:
+    """Rules as the command line gives them.
+
+    Raises:
+        DartLabError: not of the form ROLE=RULE,ROLE=RULE, a role that is named twice, or as `check_definition`.
+
+    >>> parse_definition("dead=unchanged,llm-sink=phi")
+    {'dead': 'unchanged', 'llm-sink': 'phi'}
+    """
+    out: dict[str, str] = {}
+    for part in text.split(","):
+        role, equals, rule = (piece.strip() for piece in part.partition("="))
+        if not (role and equals and rule) or role in out:
+            raise DartLabError(f"rules {text!r}: give each role one rule, for example dead=unchanged,llm-sink=phi")
+        rule_of(role, rule)
+        out[role] = rule
+    return out
+
+
+def rule_of(role: str, rule: str | Rule) -> Rule:
+    """The rule of a role that has this name; a rule with numbers of one's own stays as it is.
+
+    Raises:
+        DartLabError: an unknown role or rule, or a rule for another role.
+    """
+    if role not in RULES:
+        raise DartLabError(f"unknown role {role!r}. {did_you_mean(role, RULES)}")
+    rules = RULES[role]
+    if isinstance(rule, str):
+        if rule not in rules:
+            raise DartLabError(f"unknown rule {rule!r} for {role}. {did_you_mean(rule, rules)}")
+        return rules[rule]
+    if not isinstance(rule, tuple(type(known) for known in rules.values())) or getattr(rule, "role", role) != role:
+        raise DartLabError(f"{rule!r} is no rule for {role}; give one of {', '.join(rules)}, or such a rule's class")
+    return rule

@@ -21,9 +21,7 @@ class _Seen(Exception):
     """What enters the decoder is known."""
 
 
-def leave_one_out(
-    model: Any, inputs: Mapping[str, Any], *, numbers: Sequence[int] | None = None
-) -> list[Tensor]:
+def leave_one_out(model: Any, inputs: Mapping[str, Any], *, numbers: Sequence[int] | None = None) -> list[Tensor]:
     """Largest change of a logit of the token after the prompt when one visual token is hidden from all layers.
 
     Positions stay as they are. The vision tower runs once, the decoder once for every token of the longest sample, the
@@ -56,7 +54,8 @@ def leave_one_out(
     def logits(hidden: Tensor) -> Tensor:
         with mask_drop(model, hidden, layer=0), torch.no_grad():
             states = text(*args, **kwargs).last_hidden_state
-        return head(states[torch.arange(batch, device=states.device), last.to(states.device)]).float()
+            found: Tensor = head(states[torch.arange(batch, device=states.device), last.to(states.device)])
+        return found.float()
 
     whole = logits(torch.zeros_like(visual))
     order, counts = visual.cumsum(dim=1) - 1, visual.sum(dim=1).tolist()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dart_lab.vlm import compat
-from dart_lab.vlm.families.tiles import tokens_of_tile
+from dart_lab.vlm.families.tiles import folded, tokens_of_tile
 from dart_lab.vlm.providers import received
 from dart_lab.vlm.tap import Captured, Tap
 
@@ -27,7 +27,7 @@ class TowerColumns:
         tower, feature = compat.vision_tower(model), getattr(model.config, "vision_feature_layer", None)
         self._tap: Tap | None = None
         self._rows: list[Tensor] = []
-        if tower is not None and isinstance(feature, int):
+        if tower is not None and isinstance(feature, int) and folded(model.config) == 1:
             blocks = compat.vision_blocks(tower)
             index = len(blocks) + feature if feature < 0 else feature - 1
             self._places = tokens_of_tile(model.config)

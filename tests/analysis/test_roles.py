@@ -167,3 +167,15 @@ def test_a_book_of_another_model_is_refused(with_book: tuple[Path, Path], tmp_pa
     options = FigureOptions(model=str(other), n=2, rolebook=with_book[1], out=tmp_path)
     with pytest.raises(DartLabError, match="other weights"):
         figure_spec("role-positions").compute(options, False)
+
+
+def test_a_figure_takes_other_definitions(with_book: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, book = with_book
+    options = FigureOptions(model=str(folder), n=4, out=tmp_path, rolebook=book, rules={"dead": "none"})
+    said: list[str] = []
+    for name in ("role-positions", "role-map"):
+        run_figure(name, options, echo=said.append)
+        facts = json.loads((tmp_path / f"{name}.json").read_text())
+        assert facts["roles"] == ["alive"] and "--rules dead=none" in facts["command"]
+        assert any("here roles by dead=none" in line and "alive 100.0 %" in line for line in said)
+    assert facts["shares"]["thresholds"]["alive"] == 1 > facts["shares"]["nearest centroid"]["alive"]

@@ -195,6 +195,9 @@ def test_a_full_disk_is_said_and_leaves_no_half_file(
         (["--data", "shaps"], "Did you mean 'shapes'?"),
         (["--from", "nothing.parquet"], "nothing.parquet"),
         (["--rolebook", "nothing.rolebook"], "reads no roles"),
+        (["--rules", "dead=lens"], "reads no roles"),
+        (["--rules", "dead=lense"], "Did you mean 'lens'?"),
+        (["--rules", "dead"], "for example dead=unchanged"),
     ],
 )
 def test_figure_refuses_before_computing(
@@ -229,6 +232,10 @@ def test_a_file_in_the_place_of_the_output_folder_is_refused(run: Runner, tmp_pa
         (["fit", "--model", "tinny"], 2, "Did you mean 'tiny'?"),
         (["fit", "--batch", "0"], 2, "--batch"),
         (["show", "nothing.rolebook"], 2, "no such file"),
+        (["rules", "nothing.rolebook", "--role", "dead"], 2, "no such file"),
+        (["rules", "nothing.rolebook", "--role", "dea"], 2, "Did you mean 'dead'?"),
+        (["rules", "nothing.rolebook", "--role", "dead", "--rules", "cosine,centroids"], 2, "Did you mean 'centroid'?"),
+        (["rules", "nothing.rolebook"], 2, "--role"),
     ],
 )
 def test_roles_refuse_before_a_model_is_loaded(
@@ -265,6 +272,12 @@ def test_roles_are_fitted_shown_and_refused_for_another_model(run: Runner, tmp_p
     assert shown.code == 0 and shown.out == done.err
     assert json.loads(run("roles", "show", book, "--json").out)["pool"]["pictures"] == 12
     one_line(run("roles", "show", book, "--model", "tiny"), 2, "other weights")
+    asked = ("--model", model, "--role", "dead", "--n", 3)
+    compared = run("roles", "rules", book, *asked)
+    assert compared.code == 0 and "left out leave-one-out: " in compared.err
+    assert compared.out.startswith("a,b,kappa,ari,tokens,a share,b share\ncosine,largest-cluster,")
+    two = run("roles", "rules", book, *asked, "--rules", "cosine,unchanged")
+    assert two.code == 0 and len(two.out.splitlines()) == 2
     (tmp_path / "folder").mkdir()
     one_line(run("roles", "fit", "--model", model, "--n", 4, "--out", tmp_path / "folder"), 2, "is a folder")
 

@@ -8,7 +8,8 @@ import torch
 from sklearn.metrics import adjusted_rand_score
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.dead import foreign_similarity, nearest_centroid, spherical_kmeans
+from dart_lab.roles.clusters import nearest_centroid, spherical_kmeans
+from dart_lab.roles.dead import foreign_similarity
 from dart_lab.roles.histogram import Histogram
 
 

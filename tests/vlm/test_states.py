@@ -68,10 +68,11 @@ def test_attention_is_that_of_the_text_behind_the_picture(images: tuple[int, ...
         visual = (inputs["input_ids"][row] == IMAGE).nonzero()[:, 0]
         place = torch.arange(inputs["input_ids"].shape[1])
         text = (place > visual[-1]) & inputs["attention_mask"][row].bool()
-        for number, layer in enumerate((1, 3)):
+        assert list(states.attention) == [1, 3]
+        for layer in (1, 3):
             share = dense[layer][row].mean(dim=0)[text][:, visual].mean(dim=0)
-            assert torch.allclose(states.attention[number], share / share.sum(), atol=1e-6)
-    assert all(states.attention is None for states in visual_states(model, inputs, [1]))
+            assert torch.allclose(states.attention[layer], share / share.sum(), atol=1e-6)
+    assert all(states.attention == {} for states in visual_states(model, inputs, [1]))
 
 
 def test_attention_needs_a_reader() -> None:
