@@ -13,15 +13,20 @@ from torch import Tensor, nn
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
+from dart_lab.vlm.families import FAMILIES as ADAPTERS
 from dart_lab.vlm.families import family_of
+from dart_lab.vlm.families.minicpm import MINICPM
 from dart_lab.vlm.layout import PATCH, VisualTokens
 from dart_lab.vlm.locate import layout
 from tests.vlm.families.anyres_models import picture
 from tests.vlm.families.zoo import FAMILIES, VIDEO_LLAVA, VIDEOS, Zoo
 
 SIZES = [(1, 1), (3, 60), (60, 3), (120, 6), (32, 32), (33, 32), (48, 16), (30, 20), (97, 61), (200, 150)]
-PROBES = 14
+PICTURED = [*FAMILIES, VIDEO_LLAVA]
+PROBES = 14  # of a picture or frame
+ENOUGH = 1000  # of all families and sizes together
 FRAMES = 4
+SEED = 7  # of the picture that is painted over
 INNER = 0.4  # share of a box that is painted, in its middle
 SUPPORT = 3  # pixels over which resizing spreads what is painted, on the smaller of the two scales
 
@@ -48,6 +53,22 @@ def embeddings(kind: Zoo, model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return seen[0][0][family_of(model).visual_mask(model, inputs["input_ids"])[0]]
 
 
+def shown(kind: Zoo, image: Image.Image) -> tuple[dict[str, Tensor], VisualTokens] | None:
+    """A prompt about a picture and where its tokens lie; None for a shape that the image processor refuses."""
+    try:
+        inputs = kind.one_picture(image)
+    except ValueError as error:
+        assert "aspect ratio" in str(error), error
+        return None
+    return inputs, layout(kind.model("sdpa"), inputs, images=[image]).samples[0]
+
+
+def probed(sample: VisualTokens) -> np.ndarray:
+    """The tokens under whose boxes is painted, one after the other: some of the patches, or all where they are few."""
+    patches = np.flatnonzero(sample.kind == PATCH)
+    return np.random.default_rng(0).choice(patches, min(PROBES, len(patches)), replace=False)
+
+
 def middle(box: np.ndarray, size: tuple[int, int]) -> tuple[int, int, int, int]:
     """The pixels in the middle of a box, one at least."""
     centre, half = (box[:2] + box[2:]) / 2, (box[2:] - box[:2]) * INNER / 2
@@ -69,23 +90,20 @@ def near(sample: VisualTokens, painted: tuple[int, ...], kind: Zoo, size: tuple[
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("kind", [*FAMILIES, VIDEO_LLAVA], ids=str)
+@pytest.mark.parametrize("kind", PICTURED, ids=str)
 def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size: tuple[int, int]) -> None:
     model = without_mixing(kind.model("sdpa"))
-    image = picture(size, seed=7)
-    try:
-        inputs = kind.one_picture(image)
-    except ValueError as error:
-        assert "aspect ratio" in str(error), error
+    image = picture(size, seed=SEED)
+    found = shown(kind, image)
+    if found is None:
         return
-    sample = layout(model, inputs, images=[image]).samples[0]
-    patches = np.flatnonzero(sample.kind == PATCH)
-    boxes = sample.box[patches]
+    inputs, sample = found
+    boxes = sample.box[sample.kind == PATCH]
     assert (boxes >= 0).all() and (boxes[:, 2:] <= np.array(size)).all() and (boxes[:, 2:] >= boxes[:, :2]).all()
     assert np.isnan(sample.box[sample.kind != PATCH]).all()
     before = embeddings(kind, model, inputs)
     assert len(before) == len(sample)
-    for token in np.random.default_rng(0).choice(patches, min(PROBES, len(patches)), replace=False):
+    for token in probed(sample):
         painted = middle(sample.box[token], size)
         pixels = np.asarray(image).copy()
         region = pixels[painted[1] : painted[3], painted[0] : painted[2]]
@@ -96,6 +114,18 @@ def test_painting_under_a_box_moves_its_token_and_no_distant_one(kind: Zoo, size
         assert moved[must].all(), (token, sample.box[token], painted)
         allowed = near(sample, painted, kind, size)
         assert not moved[~allowed].any(), (token, np.flatnonzero(moved & ~allowed))
+
+
+def test_every_family_is_painted_and_all_of_them_often_enough() -> None:
+    """Counted from the cases that the test above runs through, whatever process ran them."""
+    paintings = dict.fromkeys(map(str, PICTURED), 0)
+    for kind in PICTURED:
+        for size in SIZES:
+            found = shown(kind, picture(size, seed=SEED))
+            paintings[str(kind)] += 0 if found is None else len(probed(found[1]))
+    assert sum(paintings.values()) >= ENOUGH and all(paintings.values()), paintings
+    painted = {family_of(kind.model("sdpa")).name for kind in PICTURED}
+    assert painted | {MINICPM.name} == {adapter.name for adapter in ADAPTERS}, "MiniCPM-V's queries have no place"
 
 
 @pytest.mark.parametrize("size", [(30, 20), (48, 16), (17, 40)], ids=str)
@@ -109,8 +139,7 @@ def test_painting_in_a_frame_moves_the_tokens_of_that_frame_alone(kind: Zoo, siz
     before = embeddings(kind, model, inputs)
     assert len(before) == len(sample) and set(sample.frame) == set(range(FRAMES // kind.frames_a_step))
     assert not sample.image.any() and not sample.crop.any()
-    patches = np.flatnonzero(sample.kind == PATCH)
-    for token in np.random.default_rng(0).choice(patches, min(PROBES, len(patches)), replace=False):
+    for token in probed(sample):
         painted = middle(sample.box[token], size)
         for frame in range(FRAMES):
             pixels = np.asarray(frames[frame]).copy()
