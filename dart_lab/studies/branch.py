@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from dart_lab.vlm.deepstack import deepstack_layers
 from dart_lab.vlm.insert import adapter_for, check_method, prune
 from dart_lab.vlm.locate import layout, model_of
 from dart_lab.vlm.run import Run, Sample
+from dart_lab.vlm.tower_memo import TowerMemo
+from dart_lab.vlm.vision import watched_blocks
 from dart_lab.vlm.vlm import check_left_padding
 
 MEMORY = 1 << 30  # bytes that the caches of conditions which run together may take
@@ -31,6 +34,7 @@ class Branch:
         run: what was kept.
         shared: whether it continued from the common prefix.
         reason: why it ran alone; empty if it did not.
+        encoded_once: whether its picture features came from the one run of the vision tower.
         margin: `(batch,)` float32: by how much the first token leads the next one; NaN where logits are broken.
         logits: `(batch, new, vocabulary)` float32 on the CPU, where asked for.
     """
@@ -39,6 +43,7 @@ class Branch:
     run: Run
     shared: bool
     reason: str
+    encoded_once: bool
     margin: Tensor
     logits: Tensor | None = None
 
@@ -56,8 +61,9 @@ def branch(
     """Answer a batch of prompts under many conditions, greedily; the same answers as each condition alone.
 
     The vision tower and the decoder layers below the first cut run once. Conditions that cut first at the same layer
-    continue from there together, those of nearly equal length as rows of one batch. A condition that cannot share (it
-    acts in front of the decoder, on the cache, or ranks anew at every step) runs alone and says why.
+    continue from there together, those of nearly equal length as rows of one batch. A condition that cannot share the
+    decoder's layers (it acts in front of them, on the cache, or ranks anew at every step) runs through them alone and
+    says why; the vision tower runs again only for one that changes it.
 
     Args:
         model: a supported Hugging Face model object, or a `VLM`.
@@ -92,14 +98,18 @@ def branch(
     check_left_padding(inputs)
     model = model_of(model)
     reasons = {i: "sharing is switched off" if not share else unshared(model, p) for i, p in enumerate(pruners)}
-    out: dict[int, Branch] = {
-        i: _alone(model, inputs, pruners[i], reason, max_new_tokens, logits) for i, reason in reasons.items() if reason
-    }
-    own = {i: pruner for i, pruner in enumerate(pruners) if i not in out and pruner is not None}
-    whole = [i for i, pruner in enumerate(pruners) if i not in out and pruner is None]
+    apart = {i: reason for i, reason in reasons.items() if reason}
+    own = {i: pruner for i, pruner in enumerate(pruners) if i not in apart and pruner is not None}
+    whole = [i for i, pruner in enumerate(pruners) if i not in apart and pruner is None]
+    out: dict[int, Branch] = {}
+    with _encoding(model, [pruners[i] for i in apart], bool(own or whole)) if share else nullcontext():
+        for i, reason in apart.items():
+            once = share and not _changes_tower(pruners[i])
+            out[i] = _alone(model, inputs, pruners[i], reason, once, max_new_tokens, logits)
+        if own or whole:
+            family = adapter_for(model, None)
+            trunk = grow(model, family, inputs, own, bool(whole))
     if own or whole:
-        family = adapter_for(model, None)
-        trunk = grow(model, family, inputs, own, bool(whole))
         for group in _groups(model, trunk, own, memory or MEMORY):
             members, runs = [own[i] for i in group], [Run() for _ in group]
             found = branch_rows(model, family, trunk, group, members, runs, max_new_tokens, logits)
@@ -116,7 +126,19 @@ def branch(
 
 
 def _branch(found: Answers, run: Run) -> Branch:
-    return Branch(found.tokens, run, True, "", found.margin, found.logits)
+    return Branch(found.tokens, run, True, "", True, found.margin, found.logits)
+
+
+def _encoding(model: Any, apart: Sequence[Pruner | None], together: bool) -> AbstractContextManager[Any]:
+    """What makes the vision tower run once for conditions `apart` and for those `together`, if there are several."""
+    takers = [pruner for pruner in apart if not _changes_tower(pruner)]
+    if not takers or (len(takers) == 1 and not together):
+        return nullcontext()
+    return TowerMemo(model, watched_blocks(model, [part for p in takers if p is not None for part in p.parts()]))
+
+
+def _changes_tower(pruner: Pruner | None) -> bool:
+    return pruner is not None and any(part.stage.kind == "VIT_BLOCK" for part in pruner.parts())
 
 
 def unshared(model: Any, pruner: Pruner | None) -> str:
@@ -180,7 +202,7 @@ def _bytes(model: Any, trunk: Trunk, first: int, kept: int) -> int:
 
 
 def _alone(
-    model: Any, inputs: Mapping[str, Any], pruner: Pruner | None, reason: str, steps: int, logits: bool
+    model: Any, inputs: Mapping[str, Any], pruner: Pruner | None, reason: str, once: bool, steps: int, logits: bool
 ) -> Branch:
     """One condition through `generate`."""
     options = {
@@ -196,4 +218,4 @@ def _alone(
                 found = model.generate(**inputs, **options)
     tokens = found.sequences[:, inputs["input_ids"].shape[1] :].cpu()
     seen = torch.stack([step.float() for step in found.logits], dim=1).cpu() if logits else None
-    return Branch(tokens, run, False, reason, first_margin(found.logits[0]).cpu(), seen)
+    return Branch(tokens, run, False, reason, once, first_margin(found.logits[0]).cpu(), seen)

@@ -20,6 +20,7 @@ from dart_lab.errors import DartLabError
 
 _TEXT_NAMES = ("language_model", "text_model", "model", "llm")
 _CACHE_NAMES = ("cache", "past_key_values", "past_key_value")
+DECODER_ARGUMENTS = (*_CACHE_NAMES, "use_cache", "cache_position", "logits_to_keep")  # some releases hand a tower too
 
 
 def cache_of(kwargs: Mapping[str, Any]) -> Any | None:

@@ -22,6 +22,7 @@ from dart_lab.vlm import compat
 from dart_lab.vlm.families.tiles import folded, tokens_of_tile
 from dart_lab.vlm.providers import received
 from dart_lab.vlm.tap import Captured, Tap, attention_logits, attention_rows
+from dart_lab.vlm.tower_memo import memo_of
 
 CLASS_TOKEN_PLACE = "class_token_place"  # note: which patch's place a kept class token takes; -1: it does not go on
 KINDS = ("VIT_BLOCK", "VISION_OUT", "PROJECTED")
@@ -87,7 +88,10 @@ class VisionReducer:
         self._undo.append(self.projector.register_forward_hook(self._after_projector).remove)
         if not self._early:
             return
-        watched = {self.feature_block, *inside, *self._early_blocks()}
+        watched = {self.feature_block, *inside, *_early_blocks(self.parts)}
+        memo = memo_of(self.tower)
+        if memo is not None:
+            self._undo.append(memo.pause() if inside else memo.watch(watched, self._recall))
         tap = Tap({index: self.blocks[index] for index in sorted(watched)}, self._observe)
         self._undo.append(tap.__exit__)
         tap.__enter__()
@@ -102,11 +106,6 @@ class VisionReducer:
         while self._undo:
             self._undo.pop()()
 
-    def _early_blocks(self) -> set[int]:
-        """Blocks whose attention a method asks for by number: `attention@L`."""
-        names = {need for part in self.parts for need in part.needs if need.startswith("attention@")}
-        return {int(name.removeprefix("attention@")) for name in names}
-
     def _start(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._reduction = self.placed = self._sizes = self._valid = self._features = None
         self._cls_goes_on = False
@@ -117,6 +116,12 @@ class VisionReducer:
 
     def _note_features(self, module: nn.Module, args: Any, output: Any) -> None:
         self._features = output[0] if isinstance(output, tuple) else output
+
+    def _recall(self, block: int, captured: Captured, output: Any) -> None:
+        """What a block received and gave when the tower ran for another method."""
+        self._observe(block, captured)
+        if block == self.feature_block:
+            self._note_features(self.blocks[block], (), output)
 
     def _replace_forward(self, index: int, part: Pruner | None) -> None:
         """Give a block a forward that reduces between attention and MLP, where no hook reaches."""
@@ -180,7 +185,7 @@ class VisionReducer:
             "attention": lambda queries: attention_rows(captured, queries, 0),
             "attention_logits": lambda queries: attention_logits(captured, queries),
             "received": lambda: received(captured, attended, 0),
-            **{f"attention@{early}": self._rows_of(early) for early in self._early_blocks()},
+            **{f"attention@{early}": self._rows_of(early) for early in _early_blocks(self.parts)},
             **(extra or {}),
         }
         cls = torch.zeros(crops, dtype=torch.int64, device=states.device) if self.has_cls else None
@@ -316,6 +321,23 @@ class VisionReducer:
             notes={**reduction.notes, CLASS_TOKEN_PLACE: host},
         )
 
+
+def watched_blocks(model: Any, parts: Sequence[Pruner]) -> set[int]:
+    """Blocks of the vision tower that methods on its features look at; none in a model whose tower is not reduced."""
+    early = [part for part in parts if part.stage.kind == "VISION_OUT"]
+    if not early:
+        return set()
+    try:
+        reducer = VisionReducer(model, early, lambda part, signals: None)
+    except DartLabError:  # each method says so in its turn
+        return set()
+    return {reducer.feature_block, *_early_blocks(early)} & set(range(len(reducer.blocks)))
+
+
+def _early_blocks(parts: Sequence[Pruner]) -> set[int]:
+    """Blocks whose attention methods ask for by number: `attention@L`."""
+    names = {need for part in parts for need in part.needs if need.startswith("attention@")}
+    return {int(name.removeprefix("attention@")) for name in names}
 
 
 def _feature_block(model: Any, blocks: int, fold: int) -> int:

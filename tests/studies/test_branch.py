@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from dart_lab.errors import DartLabError
-from dart_lab.pruners import DART, Alpha, FastV, Pruner, Random, UniformGrid, make_pruner, parse_pruner, pruner_names
+from dart_lab.pruners import (
+    DART,
+    Alpha,
+    CDPruner,
+    FastV,
+    Pruner,
+    Random,
+    UniformGrid,
+    make_pruner,
+    parse_pruner,
+    pruner_names,
+)
 from dart_lab.pruners.fitting import UNFIT, Depth, fit
 from dart_lab.studies.branch import Branch, branch
 from dart_lab.vlm.branching import first_margin
 from dart_lab.vlm.tap import Tap
 from tests.vlm.common import IMAGE, ONE, THREE, TOKENS, Uneven, batch, small_llava
+from tests.vlm.families.zoo import FAMILIES
 
 LAYERS = 6
+ONEVISION = next(kind for kind in FAMILIES if kind.name == "llava_onevision")
 
 
 def model_of(**sizes: Any) -> Any:
@@ -45,6 +59,11 @@ def agree(shared: list[Branch], alone: list[Branch], tolerance: float = 1e-5) ->
         torch.testing.assert_close(one.margin, other.margin, atol=2 * tolerance, rtol=0)
         assert [kept.tolist() for kept in one.run.kept] == [kept.tolist() for kept in other.run.kept]
         assert one.run.asked == other.run.asked and one.run.got == other.run.got
+        for mine, theirs in zip(one.run.samples, other.run.samples, strict=True):
+            for made, expected in zip(mine.decisions, theirs.decisions, strict=True):
+                assert made.notes.keys() == expected.notes.keys()
+                for name, note in made.notes.items():
+                    np.testing.assert_allclose(note, expected.notes[name], rtol=1e-4, atol=1e-5)
 
 
 def all_methods() -> list[Pruner]:
@@ -135,12 +154,13 @@ def test_nothing_is_left_on_the_model_also_after_an_error() -> None:
     def hooks() -> int:
         return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())
 
+    tower = model.model.vision_tower
     with torch.no_grad():
-        before, hung = model(**inputs).logits, hooks()
+        before, hung, own = model(**inputs).logits, hooks(), set(vars(tower))
     branch(model, inputs, [None, DART(keep=4), make_pruner("tome", keep=4, blocks=3)], max_new_tokens=2)
     with pytest.raises(DartLabError):
-        branch(model, inputs, [DART(keep=4, layer=LAYERS)], max_new_tokens=2)
-    assert hooks() == hung
+        branch(model, inputs, [make_pruner("visionzip", keep=4), DART(keep=4, layer=LAYERS)], max_new_tokens=2)
+    assert hooks() == hung and set(vars(tower)) == own
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, before)
 
@@ -166,3 +186,49 @@ def test_right_padding_is_refused() -> None:
     inputs["attention_mask"] = inputs["attention_mask"].flip(1)
     with pytest.raises(DartLabError, match="left"):
         branch(model_of(), inputs, [DART(keep=4)])
+
+
+def blocks_run(model: Any, inputs: Any, pruners: list[Pruner | None], **options: Any) -> int:
+    """How often the first block of the tower ran."""
+    runs: list[int] = []
+    block = model.model.vision_tower.encoder.layers[0]
+    handle = block.register_forward_hook(lambda *_: runs.append(1))
+    try:
+        branch(model, inputs, pruners, max_new_tokens=2, **options)
+    finally:
+        handle.remove()
+    return len(runs)
+
+
+@pytest.mark.parametrize("images", [ONE, THREE], ids=["one", "padded"])
+def test_the_tower_runs_once_and_once_more_for_a_method_inside_it(images: tuple[int, ...]) -> None:
+    model, inputs = model_of(), prompts(images)
+    front = [
+        make_pruner("visionzip", keep=4), make_pruner("divprune", keep=4), make_pruner("pooling", keep=4),
+        make_pruner("vispruner", keep=4), FastV(keep=4, rerank=True),
+    ]  # fmt: skip
+    pruners = [None, DART(keep=4), *front]
+    inside = [make_pruner("tome", keep=4, blocks=3), make_pruner("tome", keep=6, blocks=3)]
+    assert blocks_run(model, inputs, pruners) == 1
+    assert blocks_run(model, inputs, [*front[:2], *inside]) == 1 + len(inside)
+    assert blocks_run(model, inputs, [*inside, *pruners]) == 1 + len(inside)
+    assert blocks_run(model, inputs, front[:2]) == 1
+    assert blocks_run(model, inputs, pruners, share=False) == len(pruners)
+    found = branch(model, inputs, [*pruners, *inside], max_new_tokens=1)
+    assert [one.encoded_once for one in found] == [True] * len(pruners) + [False] * len(inside)
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(
+    ("pruner", "words"),
+    [(make_pruner("tome", keep=4, blocks=9), "vision block"), (CDPruner(keep=4), "has no text tower"),
+     (make_pruner("divprune", keep=5, where="PROJECTED"), None)],
+)  # fmt: skip
+def test_refusals_are_the_same_with_one_run_of_the_tower(pruner: Pruner, words: str | None, share: bool) -> None:
+    model, inputs = model_of(), prompts(ONE)
+    pruners: list[Pruner | None] = [make_pruner("visionzip", keep=4), None, pruner]
+    if words is None:  # a model of another family, which shrinks features behind its projector
+        model, inputs = ONEVISION.model("sdpa"), ONEVISION.batch("one")
+        pruners, words = [None, make_pruner("divprune", keep=5), pruner], "shrinks this picture or video"
+    with pytest.raises(DartLabError, match=words):
+        branch(model, inputs, pruners, max_new_tokens=1, share=share)

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from dart_lab.probes.attention_mass import AttentionMass
-from dart_lab.pruners import DART, FastV, Random
+from dart_lab.pruners import DART, DivPrune, FastV, Random
 from dart_lab.studies.branch import branch
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.recording import record
 from tests.vlm.families.qwen_models import CLASSES, qwen_batch, qwen_model
+from tests.vlm.families.zoo import FAMILIES, VIDEOS, Zoo
 
 PROMPTS = [[[(2, 3)]], [[(2, 3)], [(3, 2), (1, 4)]]]
 
@@ -28,6 +29,18 @@ def test_the_same_answers_as_alone(kind: str, prompts: list[list[tuple[int, int]
         assert torch.equal(one.tokens, other.tokens)
         assert [kept.tolist() for kept in one.run.kept] == [kept.tolist() for kept in other.run.kept]
     assert [one.shared for one in shared] == [True] * 4 + [kind != "qwen3_vl"]  # which adds features behind 0 and 1
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
+def test_methods_in_front_answer_as_alone_in_every_family(kind: Zoo) -> None:
+    model, inputs = kind.model("sdpa"), kind.batch("padded")
+    pruners = [None, DART(keep=5), DivPrune(keep=5), FastV(keep=5, rerank=True)]
+    shared = branch(model, inputs, pruners, max_new_tokens=3, logits=True)
+    alone = branch(model, inputs, pruners, max_new_tokens=3, logits=True, share=False)
+    for one, other in zip(shared, alone, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, atol=1e-5, rtol=0)
+        assert [kept.tolist() for kept in one.run.kept] == [kept.tolist() for kept in other.run.kept]
+        assert one.encoded_once and not other.encoded_once
 
 
 @pytest.mark.parametrize("kind", CLASSES)
