@@ -19,6 +19,7 @@ MARKERS = "osv^DPX"
 _BAND = 0.15
 _PANEL_WIDTH, _PANEL_HEIGHT = 3.0, 2.5  # inches
 _LEFT, _RIGHT, _TOP, _BOTTOM = 0.65, 0.2, 1.05, 1.15
+LEAST_SPAN = 4.0  # points that an axis of dots shows at least
 _ROW = 0.24  # inches a row of dots
 
 
@@ -106,6 +107,9 @@ def draw_dots(axes: Axes, panel: Dots, *, names: bool = True) -> None:
             axes.plot(100 * found["value"], at, color=colour, marker="v" if below else MARKERS[j], markersize=3.5)
     if panel.zero is not None:
         axes.axvline(100 * panel.zero, color=CHANCE, linewidth=1)
+    low, high = axes.get_xlim()
+    if high - low < LEAST_SPAN:  # all the same: no room for a scale of hundredths
+        axes.set_xlim((low + high - LEAST_SPAN) / 2, (low + high + LEAST_SPAN) / 2)
     axes.set_yticks(range(len(panel.rows)), list(panel.rows) if names else [""] * len(panel.rows), fontsize=8)
     axes.set_ylim(len(panel.rows) - 0.5, -0.5)
     axes.set_xlabel(panel.xlabel)
