@@ -114,6 +114,25 @@ def branch(r: dict[str, Any]) -> str:
     return "\n".join([head, "", *rows, "", seven])
 
 
+def encode_once(r: dict[str, Any]) -> str:
+    """What encode_once.py found: one row a model."""
+    head = (
+        f"{', '.join(r['methods'])} × {len(r['budgets'])} budgets ({', '.join(map(str, r['budgets']))} of "
+        f"{r['visual_tokens']} visual tokens), all in front of the language model: the vision tower once for all of "
+        f"them, against once for each. Processor time of one thread, median of {r['repeats']} run(s)."
+    )
+    names = ("model", "prompts", "tower alone s", "alone s", "shared s", "gain", "towers run", "same answers")
+    rows = [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+    for name, f in r["found"].items():
+        seconds = {kind: f["times"][kind]["median_ms"] / 1e3 for kind in ("tower", "alone", "shared")}
+        rows.append(
+            f"| {name} | {f['prompts']} | {seconds['tower']:.2f} | {seconds['alone']:.2f} | {seconds['shared']:.2f} | "
+            f"{f['gain']}× | {f['runs']['shared']} against {f['runs']['alone']} | "
+            f"{f['same_answers']} of {f['answers']} |"
+        )
+    return "\n".join([head, "", *rows])
+
+
 def studies(r: dict[str, Any]) -> str:
     """What studies.py found."""
     k, m = r["kills"], r["memory"]
@@ -182,6 +201,7 @@ DESCRIBE = {
     "methods": methods,
     "studies": studies,
     "branch": branch,
+    "encode_once": encode_once,
     "mass": mass,
     "rolebook": rolebook,
 }

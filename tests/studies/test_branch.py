@@ -23,6 +23,7 @@ from dart_lab.pruners import (
 )
 from dart_lab.pruners.fitting import UNFIT, Depth, fit
 from dart_lab.studies.branch import Branch, branch
+from dart_lab.vlm import compat
 from dart_lab.vlm.branching import first_margin
 from dart_lab.vlm.tap import Tap
 from tests.vlm.common import IMAGE, ONE, THREE, TOKENS, Uneven, batch, small_llava
@@ -191,7 +192,7 @@ def test_right_padding_is_refused() -> None:
 def blocks_run(model: Any, inputs: Any, pruners: list[Pruner | None], **options: Any) -> int:
     """How often the first block of the tower ran."""
     runs: list[int] = []
-    block = model.model.vision_tower.encoder.layers[0]
+    block = compat.vision_blocks(compat.vision_tower(model))[0]
     handle = block.register_forward_hook(lambda *_: runs.append(1))
     try:
         branch(model, inputs, pruners, max_new_tokens=2, **options)

@@ -1,4 +1,4 @@
-"""Sharing a prefix on models whose positions have three rows, and on those that add picture features behind layers."""
+"""Sharing a prefix and the run of the tower in other families: positions of three rows, deepstack, tiles, frames."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from dart_lab.probes.attention_mass import AttentionMass
 from dart_lab.pruners import DART, DivPrune, FastV, Random
 from dart_lab.studies.branch import branch
+from dart_lab.vlm import compat
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.recording import record
 from tests.vlm.families.qwen_models import CLASSES, qwen_batch, qwen_model
@@ -33,10 +34,18 @@ def test_the_same_answers_as_alone(kind: str, prompts: list[list[tuple[int, int]
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *VIDEOS], ids=str)
 def test_methods_in_front_answer_as_alone_in_every_family(kind: Zoo) -> None:
-    model, inputs = kind.model("sdpa"), kind.batch("padded")
+    model, inputs, runs = kind.model("sdpa"), kind.batch("padded"), list[int]()
     pruners = [None, DART(keep=5), DivPrune(keep=5), FastV(keep=5, rerank=True)]
-    shared = branch(model, inputs, pruners, max_new_tokens=3, logits=True)
-    alone = branch(model, inputs, pruners, max_new_tokens=3, logits=True, share=False)
+    first = [compat.vision_blocks(tower)[0] for tower in compat.vision_towers(model)]
+    handles = [block.register_forward_hook(lambda *_: runs.append(1)) for block in first]
+    try:
+        shared = branch(model, inputs, pruners, max_new_tokens=3, logits=True)
+        once = len(runs)
+        alone = branch(model, inputs, pruners, max_new_tokens=3, logits=True, share=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(runs) - once == len(pruners) * once
     for one, other in zip(shared, alone, strict=True):
         torch.testing.assert_close(one.logits, other.logits, atol=1e-5, rtol=0)
         assert [kept.tolist() for kept in one.run.kept] == [kept.tolist() for kept in other.run.kept]
