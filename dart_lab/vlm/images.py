@@ -35,8 +35,8 @@ def open_image(path: str | os.PathLike[str], *, max_side: int = MAX_SIDE) -> Ima
         A picture in mode "RGB", detached from its file.
 
     Raises:
-        DartLabError: the file is missing, a folder, not readable, not a picture, broken, or has more than 150 million
-            pixels.
+        DartLabError: the file is missing, a folder, not readable, not a picture, broken, has more than 150 million
+            pixels, or one side more than 200 times as long as the other.
 
     >>> import tempfile
     >>> file = Path(tempfile.mkdtemp()) / "grey.png"
@@ -59,6 +59,7 @@ def open_image(path: str | os.PathLike[str], *, max_side: int = MAX_SIDE) -> Ima
             opened = Image.open(path)
         with opened as picture:
             _check_size(picture, path)
+            check_aspect(picture, name=str(path))
             picture.draft(None, (max_side, max_side))
             picture.load()
             if picture.mode in _REDUCIBLE_MODES:  # the others must become RGB before pixels can be averaged

@@ -65,7 +65,11 @@ class VLM:
             DartLabError: no questions, lengths that differ, an empty question, something that is not a picture, or a
                 prompt whose image span was cut.
         """
-        pictures = self._pictures(images, questions)
+        return self._inputs(images, questions, 0)
+
+    def _inputs(self, images: Sequence[Any], questions: Sequence[str], first: int) -> Any:
+        """As `prepare`; messages count the questions from `first` on."""
+        pictures = self._pictures(images, questions, first)
         prompts = build_prompts(self.processor, self.family, questions, [len(own) for own in pictures])
         bos = self.processor.tokenizer.bos_token
         whole = bos is not None and all(prompt.startswith(bos) for prompt in prompts)
@@ -84,7 +88,7 @@ class VLM:
         taken = own_generate(self.model)
         for name in [name for name in inputs if taken and name not in taken]:
             inputs.pop(name)
-        self._check_whole(inputs, pictures)
+        self._check_whole(inputs, pictures, first)
         return inputs.to(self.model.device, dtype=self.model.dtype)
 
     def ask(
@@ -109,7 +113,7 @@ class VLM:
         answers: list[str] = []
         for start in range(0, len(questions), batch_size):
             batch = slice(start, start + batch_size)
-            answers += self.answers(self.prepare(images[batch], questions[batch]), max_new_tokens=max_new_tokens)
+            answers += self.answers(self._inputs(images[batch], questions[batch], start), max_new_tokens=max_new_tokens)
         return answers
 
     def answers(self, inputs: Mapping[str, Any], *, max_new_tokens: int = 32) -> list[str]:
@@ -186,18 +190,22 @@ class VLM:
             return hashes[0] if hashes else None
         return hashlib.sha256("\n".join(sorted(hashes)).encode()).hexdigest()
 
-    def _pictures(self, images: Sequence[Any], questions: Sequence[str]) -> list[list[Image]]:
+    def _pictures(self, images: Sequence[Any], questions: Sequence[str], first: int) -> list[list[Image]]:
         _check_lengths(images, questions)
-        return [
-            [_picture(one, f"picture {number}") for one in _as_list(entry)] for number, entry in enumerate(images)
-        ]
+        out = []
+        for number, entry in enumerate(images, start=first):
+            own = _as_list(entry)
+            several = len(own) > 1
+            names = [f"{place} of question {number}" if several else str(number) for place in range(len(own))]
+            out.append([_picture(one, f"picture {name}") for one, name in zip(own, names, strict=True)])
+        return out
 
-    def _check_whole(self, inputs: Mapping[str, Any], pictures: list[list[Image]]) -> None:
+    def _check_whole(self, inputs: Mapping[str, Any], pictures: list[list[Image]], first: int) -> None:
         visual = self.family.visual_mask(self.model, marked_ids(inputs)).any(dim=1).tolist()
         found = [int(present) for present in visual]
         if all(visual):
             found = [int(sample.image.max()) + 1 for sample in layout(self.model, inputs).samples]
-        for number, (given, own) in enumerate(zip(found, pictures, strict=True)):
+        for number, (given, own) in enumerate(zip(found, pictures, strict=True), start=first):
             if given != len(own) and (all(visual) or not (given and own)):
                 raise DartLabError(
                     f"question {number} has {len(own)} pictures but its prompt holds {given}: the processor cut it; "

@@ -211,3 +211,12 @@ def test_strips_are_refused() -> None:
     check_aspect(Image.new("RGB", (MAX_ASPECT, 1)))
     with pytest.raises(DartLabError, match="1×201"):
         check_aspect(Image.new("RGB", (1, MAX_ASPECT + 1)))
+
+
+def test_a_strip_is_named_by_its_file_and_its_own_size(tmp_path: Path) -> None:
+    file = tmp_path / "strip.png"
+    Image.new("RGB", (10_000, 49)).save(file)  # shrunk while reading it would pass
+    with pytest.raises(DartLabError, match=r"strip.png is 10000×49 pixels"):
+        open_image(file)
+    Image.new("RGB", (10_000, 50)).save(file)
+    assert open_image(file).width == 3334

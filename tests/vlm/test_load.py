@@ -305,3 +305,12 @@ def test_sharded_weights_have_one_hash_that_follows_their_content(copy: Path) ->
     save_file({name: tensors[name] + 1 for name in names[::2]}, copy / "model-0.safetensors", {"format": "pt"})
     changed = VLM(model=None, processor=None, name="", family=None, folder=copy)  # type: ignore[arg-type]
     assert first is not None and first != changed.weights_sha256
+
+
+def test_a_picture_is_named_by_its_place_in_all_that_was_given(vlm: VLM) -> None:
+    good, strip = Image.new("RGB", (30, 30)), Image.new("RGB", (201, 1))
+    for images, name in (([good, strip], "picture 1 is"), ([good, [good, strip]], "picture 1 of question 1 is")):
+        with pytest.raises(DartLabError, match=name):
+            vlm.ask(images, ["what ?"] * 2, max_new_tokens=1, batch_size=1)
+        with pytest.raises(DartLabError, match=name):
+            vlm.prepare(images, ["what ?"] * 2)

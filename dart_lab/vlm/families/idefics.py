@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.vlm.families.base import image_token
-from dart_lab.vlm.families.tiles import CUT, check_whole, one, rows_by_crops, runs, side_of, tiled
+from dart_lab.vlm.families.tiles import CUT, check_whole_tiles, one, rows_by_crops, runs, side_of, tiled
 from dart_lab.vlm.layout import VisualTokens
 
 _TAG = 2  # tokens in front of a tile within a row: a fake token around images, and the tile's tag
@@ -46,7 +46,7 @@ class Idefics:
         side, view = side_of(model.config), one(model.config.vision_config.image_size)
         tiles = runs(position)
         for tile in tiles:
-            check_whole(tile, side * side)
+            check_whole_tiles(tile, side * side)
         if any(len(tile) != side * side for tile in tiles):
             raise DartLabError(
                 "two pictures with no token between them, where the processor writes a tag before each tile: it is "

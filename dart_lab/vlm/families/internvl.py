@@ -12,7 +12,7 @@ from torch import Tensor
 from dart_lab.errors import DartLabError
 from dart_lab.vlm import compat
 from dart_lab.vlm.families.base import image_token
-from dart_lab.vlm.families.tiles import check_whole, one, rows_by_crops, runs, side_of, tiled
+from dart_lab.vlm.families.tiles import check_whole_tiles, one, rows_by_crops, runs, side_of, tiled
 from dart_lab.vlm.layout import VisualTokens
 
 
@@ -46,7 +46,7 @@ class InternVL:
         pictures = runs(position)
         parts = []
         for image, run in enumerate(pictures):
-            check_whole(run, side * side)
+            check_whole_tiles(run, side * side)
             tiles = len(run) // side**2 - 1
             if tiles == 1:
                 raise DartLabError(

@@ -81,7 +81,7 @@ def tiled(
     )  # fmt: skip
 
 
-def check_whole(run: np.ndarray, per_tile: int) -> None:
+def check_whole_tiles(run: np.ndarray, per_tile: int) -> None:
     """Raise `DartLabError` unless a run of visual tokens is made up of whole tiles."""
     if len(run) % per_tile:
         raise DartLabError(f"{len(run)} visual tokens are not whole tiles of {per_tile}: {CUT}")
