@@ -69,6 +69,12 @@ def check_targets(paths: Iterable[Path]) -> None:
             raise DartLabError(f"{path} is a folder, and a file of that name is to be written; move the folder away")
 
 
+def check_not_input(target: Path, source: Path) -> None:
+    """Raise `DartLabError` if a file that is to be written is one that is read."""
+    if target.exists() and source.exists() and target.samefile(source):
+        raise DartLabError(f"{target} is the input and would be overwritten; give another name for the output")
+
+
 def write_somewhere(contents: Mapping[Path, bytes]) -> list[Path]:
     """`write_files`, or, where that fails, the same files in a new temporary folder: what was computed is not lost.
 

@@ -34,11 +34,14 @@ def fit(
     from dart_lab.files import check_targets, check_writable
     from dart_lab.roles.fit import Fit, fit_rolebook
     from dart_lab.roles.pool import open_pool
+    from dart_lab.roles.rolebook import load_rolebook
     from dart_lab.vlm.load import check_model_name, load
 
     check_model_name(model)
     check_writable(out.parent)
     check_targets([out])
+    if out.is_file():
+        load_rolebook(out)  # which may be replaced, but nothing else
     pool = open_pool(images, n=n, seed=seed if pool_seed is None else pool_seed)
     shown = sys.stderr.isatty() if progress is None else progress
     how = Fit(centred=centred, least_depth=Fit.least_depth if least_depth is None else least_depth)
@@ -56,7 +59,7 @@ def show(
     save: Annotated[Path | None, typer.Option(help="Draw the evidence into this PNG.")] = None,
 ) -> None:
     """Print what a rolebook says."""
-    from dart_lab.files import check_targets, check_writable, write_files
+    from dart_lab.files import check_not_input, check_targets, check_writable, write_files
     from dart_lab.roles.rolebook import load_rolebook
     from dart_lab.vlm.load import check_model_name, load
 
@@ -65,6 +68,7 @@ def show(
     if save is not None:
         check_writable(save.parent)
         check_targets([save])
+        check_not_input(save, book)
     found = load_rolebook(book, None if model is None else load(model))
     if save is not None:
         from dart_lab.displays.rolebook import draw_evidence

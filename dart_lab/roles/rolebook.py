@@ -116,7 +116,8 @@ class Rolebook:
 
     def roles_of(self, states: VisualStates, *, definition: Definition | None = None) -> TokenRoles:
         """The roles of one sample's visual tokens, from their states: with the inputs of `layers`, or without any."""
-        when: Literal["run", "input"] = "run" if states.layers or not self.layers else "input"
+        ran = states.layers or states.effect is not None or not self.layers
+        when: Literal["run", "input"] = "run" if ran else "input"
         return self._labels(states, check_definition(definition, when))
 
     def _labels(self, states: VisualStates, chosen: Mapping[str, Rule]) -> TokenRoles:

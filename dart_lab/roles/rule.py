@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields
+from math import isfinite
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.roles.clusters import nearest_centroid
 from dart_lab.roles.labels import ROLES
 from dart_lab.roles.lens import nearest_ids
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 Flagged = tuple[Tensor, dict[str, Tensor]]
 #: What a rule may need beside the tokens' vectors; all but the vocabulary are fields of `VisualStates`.
 ATTENTION, RECEIVED, COLUMN_SUMS, EFFECT, VOCABULARY = "attention", "received", "column_sums", "effect", "vocabulary"
+_LISTS, _COUNTS, _SHARES = ("channels", "ids"), {"after": 0, "nearest": 1}, ("share", "often")  # fields of rules
 LENS_IDS = 3  # nearest ids that are looked at, as in the released code of EmbedLens
 
 
@@ -33,6 +36,23 @@ class Rule(ABC):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     runs: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            self._check(field.name, getattr(self, field.name))
+
+    def _check(self, name: str, value: Any) -> None:
+        what = f"{type(self).__name__}: {name}"
+        if name in _LISTS:
+            if value is not None and not isinstance(value, tuple):
+                raise DartLabError(f"{what}={value!r}: give whole numbers in a tuple, such as (3, 17), or None")
+            for number in value or ():
+                check_whole(what, number, least=0)
+        elif name in _COUNTS:
+            check_whole(what, value, least=_COUNTS[name])
+        elif name != "role" and (not _is_number(value) or (name in _SHARES and not 0 < value <= 1)):
+            bound = " above 0 and at most 1" if name in _SHARES else ""
+            raise DartLabError(f"{what}={value!r}: give a number{bound}")
 
     @abstractmethod
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
@@ -50,6 +70,15 @@ class Rule(ABC):
     def layers(self, book: Rolebook) -> tuple[int, ...]:
         """Decoder layers whose inputs it reads."""
         return book.layers if self.runs or self.needs & {ATTENTION, RECEIVED} else ()
+
+
+def _is_number(value: Any) -> bool:
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return isfinite(float(value))
+    except OverflowError:  # a whole number beyond every float
+        return False
 
 
 def no_token(states: VisualStates) -> Flagged:
@@ -119,6 +148,8 @@ class Lens(Rule):
         if table is None:
             raise DartLabError("rule 'lens' compares with the vocabulary; give the book's table: book.with_table(vlm)")
         ids = book.words.get(self.role, []) if self.ids is None else self.ids
+        if max(ids, default=0) >= len(table):
+            raise DartLabError(f"ids={self.ids}: the vocabulary has ids 0 to {len(table) - 1}")
         if not len(ids):
             return no_token(states)
         return nearest_ids(book.centre(states.embeds), table, k=self.nearest).any_of(ids), {}

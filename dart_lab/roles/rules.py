@@ -53,6 +53,8 @@ def check_definition(definition: Definition | None, when: Literal["run", "input"
     """
     if when not in ("run", "input"):
         raise DartLabError(f"when={when!r}: give 'run' or 'input'")
+    if definition is not None and not isinstance(definition, Mapping):
+        raise DartLabError(f"definition={definition!r}: give a mapping, role to rule, such as {{'dead': 'unchanged'}}")
     chosen = {**(DEFAULT if when == "run" else AT_INPUT), **(definition or {})}
     out = {}
     for role, name in chosen.items():
@@ -92,7 +94,7 @@ def rule_of(role: str, rule: str | Rule) -> Rule:
         DartLabError: an unknown role or rule, or a rule for another role.
     """
     if role not in RULES:
-        raise DartLabError(f"unknown role {role!r}. {did_you_mean(role, RULES)}")
+        raise DartLabError(f"unknown role {role!r}. {did_you_mean(str(role), RULES)}")
     rules = RULES[role]
     if isinstance(rule, str):
         if rule not in rules:

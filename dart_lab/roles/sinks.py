@@ -174,7 +174,7 @@ def spike_over_median(states: Tensor, channels: tuple[int, ...]) -> Tensor:
     [4.0, 1.0]
     """
     size = states.float().abs()
-    if not channels:
+    if not channels or not size.numel():
         return torch.zeros(states.shape[:-1], device=states.device)
     median = size.flatten(-2).median(dim=-1).values.clamp(min=torch.finfo(torch.float32).tiny)
     return size[..., list(channels)].amax(dim=-1) / median[..., None]

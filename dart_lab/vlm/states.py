@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.pruners.reduction import PAD
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import active, adapter_for
@@ -94,6 +94,8 @@ def visual_states(
     model = model_of(model)
     text = compat.text_model(model)
     depth, wanted = len(text.layers), sorted({0, *layers})
+    for layer in wanted:
+        check_whole("a layer", layer)
     if wanted[0] < 0 or wanted[-1] >= depth:
         raise DartLabError(f"layers={list(layers)}: {type(model).__name__} has decoder layers 0 to {depth - 1}")
     watcher = PassWatcher(model, adapter_for(model, visual), visual)
@@ -101,8 +103,6 @@ def visual_states(
     features: list[Tensor] = []
     watched = attention or received
     last = depth if watched else wanted[-1]
-    handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, last), with_kwargs=True)
-               for layer in wanted]  # fmt: skip
     from_text: dict[int, list[Tensor]] = {}
     from_all: dict[int, list[Tensor]] = {}
 
@@ -123,6 +123,8 @@ def visual_states(
         join = compat.projector(model)
     except DartLabError:
         join = None
+    handles = [text.layers[layer].register_forward_pre_hook(_note(entered, layer, last), with_kwargs=True)
+               for layer in wanted]  # fmt: skip
     if join is not None:
         handles.append(join.register_forward_pre_hook(lambda module, args: features.append(args[0].detach())))
     try:

@@ -272,6 +272,11 @@ def test_roles_are_fitted_shown_and_refused_for_another_model(run: Runner, tmp_p
     assert shown.code == 0 and shown.out == done.err
     assert json.loads(run("roles", "show", book, "--json").out)["pool"]["pictures"] == 12
     one_line(run("roles", "show", book, "--model", "tiny"), 2, "other weights")
+    kept = book.read_bytes()
+    one_line(run("roles", "show", book, "--save", book), 2, "is the input")
+    (tmp_path / "0.png").write_bytes(b"a picture")
+    one_line(run("roles", "fit", "--model", model, "--n", 4, "--out", tmp_path / "0.png"), 2, "is no rolebook")
+    assert book.read_bytes() == kept and (tmp_path / "0.png").read_bytes() == b"a picture"
     asked = ("--model", model, "--role", "dead", "--n", 3)
     compared = run("roles", "rules", book, *asked)
     assert compared.code == 0 and "left out leave-one-out: " in compared.err

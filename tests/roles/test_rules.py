@@ -19,7 +19,7 @@ from dart_lab.roles.rolebook import Rolebook, load_rolebook
 from dart_lab.roles.rule import Lens
 from dart_lab.roles.rule_agreement import rule_agreement
 from dart_lab.roles.rules import RULES, check_definition, parse_definition
-from dart_lab.roles.vit_rules import Norm, VisionChannels
+from dart_lab.roles.vit_rules import ColumnSums, Norm, NormTop, VisionChannels
 from dart_lab.vlm import compat
 from tests.roles.planted import (
     BOTH,
@@ -229,6 +229,42 @@ def test_definitions_in_words_that_cannot_be_read(text: str) -> None:
 
 def test_channels_of_ones_own_must_exist(vlm: Any, book: Rolebook) -> None:
     inputs = inputs_of(vlm, [planted_pool(EVERYTHING, 1)[0][0]])
-    for role, rule in (("llm-sink", Energy(channels=(99,))), ("vit-sink", VisionChannels((-1,)))):
+    for role, rule in (("llm-sink", Energy(channels=(99,))), ("vit-sink", VisionChannels((99,)))):
         with pytest.raises(DartLabError, match="channels 0 to 31"):
             book.assign(vlm, inputs, definition={role: rule})
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Norm("x"), "give a number"), (lambda: Norm(float("nan")), "give a number"),
+        (lambda: Norm(None), "give a number"), (lambda: NormTop(share=-1), "above 0 and at most 1"),
+        (lambda: ColumnSums(share=float("nan")), "above 0 and at most 1"),
+        (lambda: LikeFirst(after=1.5), "whole number"),
+        (lambda: LikeFirst(after=-1), "at least 0"), (lambda: VisionChannels(5), "in a tuple"),
+        (lambda: Energy(channels=(True,)), "whole number"), (lambda: Lens("dead", ids=5), "in a tuple"),
+        (lambda: Lens("dead", nearest=0), "at least 1"), (lambda: Loud(times=10**400), "give a number"),
+    ],
+)  # fmt: skip
+def test_numbers_of_rules_that_are_none(build: Any, message: str) -> None:
+    with pytest.raises(DartLabError, match=message):
+        build()
+
+
+@pytest.mark.parametrize("definition", [5, "dead=unchanged", [("dead", "cosine")], {None: "cosine"}], ids=str)
+def test_definitions_that_are_none(definition: Any) -> None:
+    with pytest.raises(DartLabError, match=r"give a mapping|unknown role"):
+        check_definition(definition)
+
+
+def test_ids_beyond_the_vocabulary_and_rows_without_a_picture(vlm: Any, book: Rolebook) -> None:
+    picture = planted_pool(EVERYTHING, 1)[0][0]
+    with pytest.raises(DartLabError, match="the vocabulary has ids 0 to"):
+        book.assign(vlm, inputs_of(vlm, [picture]), definition={"dead": Lens("dead", ids=(10**9,))})
+    inputs = vlm.prepare([picture, None], ["what shape is the red circle ?", "what ?"])
+    for role, rules in RULES.items():
+        for rule in rules:
+            if rule in ("attention", "energy-or-attention"):
+                continue  # there is no text behind a picture that is not there: refused
+            found = book.assign(vlm, inputs, definition={role: rule})
+            assert [own.tokens for own in found] == [36, 0], rule
