@@ -62,7 +62,8 @@ class RoleBench:
                 "but here roles by " + ", ".join(f"{role}={rule}" for role, rule in rules.items()) + ": "
                 + ", ".join(f"{role} {100 * share:.1f} %" for role, share in self.shares.items()) + " of the pool"
             )  # fmt: skip
-        return {**self.bench.facts(name), "roles": self.present, "prevalence": dict(self.book.prevalence), "book": book}
+        return {**self.bench.facts(name), "roles": self.present, "prevalence": dict(self.book.prevalence), "book": book,
+                "pool_shares": dict(self.shares)}  # fmt: skip
 
     def roles(self, inputs: Mapping[str, Any]) -> list[TokenRoles]:
         """Roles of a batch, from an unpruned run."""

@@ -44,7 +44,7 @@ def dense_clusters(points: Tensor, *, least: float, similar: float) -> Clusters:
     """Clusters by density (HDBSCAN) on the unit sphere; points between them belong to none.
 
     Args:
-        points: `(n, channels)`; of many, 2,000 in even steps.
+        points: `(n, channels)`; of many, at most 2,000 in even steps.
         least: share of the points that a cluster holds at least.
         similar: mean cosine of a cluster's points to its centre from which it counts; below, it is a dense place of a
             continuum.
@@ -58,7 +58,7 @@ def dense_clusters(points: Tensor, *, least: float, similar: float) -> Clusters:
     """
     from sklearn.cluster import HDBSCAN
 
-    unit = torch.nn.functional.normalize(points.float(), dim=-1)[:: max(len(points) // SAMPLE, 1)]
+    unit = torch.nn.functional.normalize(points.float(), dim=-1)[:: max(-(-len(points) // SAMPLE), 1)]
     size = max(round(least * len(unit)), 2)
     found: list[tuple[int, Tensor, float]] = []
     if len(unit) > size:

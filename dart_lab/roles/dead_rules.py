@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch import Tensor
 
 from dart_lab.errors import DartLabError
 from dart_lab.roles.clusters import nearest_centroid
 from dart_lab.roles.labels import ALIVE, DEAD
 from dart_lab.roles.llm_rules import text_attention
-from dart_lab.roles.rule import ATTENTION, EFFECT, Flagged, Rule, inputs_of, no_token
+from dart_lab.roles.rule import ATTENTION, EFFECT, Flagged, Rule, by_picture, inputs_of, no_token
 
 if TYPE_CHECKING:
     from dart_lab.roles.rolebook import Rolebook
@@ -38,7 +39,8 @@ class LargestCluster(Rule):
     """The nearest of the pool's clusters is the one with the most tokens: EmbedLens' description of dead tokens.
 
     The clusters are those of all stored tokens of the pool that are no sinks, dead and alive alike. How they are made
-    (`Fit.clusters`) changes what this rule says; those of k-means leave no token out, so that it always finds some.
+    (`Fit.clusters`) changes what this rule says: the more of them, the smaller the largest. Those of k-means leave no
+    token out, so that it always finds some.
     """
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
@@ -75,9 +77,12 @@ class Faint(Rule):
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
         share = text_attention(book, states)
+        return by_picture(states, share, self._faintest), {"attention": share}
+
+    def _faintest(self, share: Tensor) -> Tensor:
         order = share.argsort(stable=True)
-        few = share[order].cumsum(dim=0) < self.share
-        return torch.zeros_like(few).index_fill(0, order[few], True), {"attention": share}
+        few = share[order].cumsum(dim=0) < self.share * share.sum()
+        return torch.zeros_like(few).index_fill(0, order[few], True)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ class LeaveOneOut(Rule):
     """Without it no logit of the next token changes by `below`; costs one run of the language model a token.
 
     Attributes:
-        below: in logits. Default 0.01, which is this package's choice; no paper gives a number.
+        below: in logits. Default 0.01, which is this package's choice; no paper gives a number. Rounding in half
+            precision alone changes more: load the model in float32.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({EFFECT})

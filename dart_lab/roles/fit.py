@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, check_whole
 from dart_lab.files import check_targets, check_writable
 from dart_lab.roles.clusters import (
     SAME_VECTOR,
@@ -83,6 +83,10 @@ class Fit:
     stored: int = 20_000
     references: int = 32
     draws: int = 1000
+
+    def __post_init__(self) -> None:
+        if self.clusters != "hdbscan":
+            check_whole("clusters", self.clusters, least=1, hint='or "hdbscan"')
 
 
 def fit_rolebook(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.rule import ATTENTION, RECEIVED, Flagged, Rule, inputs_of, no_token
+from dart_lab.roles.rule import ATTENTION, RECEIVED, Flagged, Rule, by_picture, inputs_of, no_token
 from dart_lab.roles.sinks import energy_share, spike_over_median, spike_over_rms
 
 if TYPE_CHECKING:
@@ -71,7 +71,10 @@ class Phi(Spike):
 
 @dataclass(frozen=True)
 class Psi(Spike):
-    """Ψ ≥ `least` and |x| ≥ `floor` on the sink channels in half of the layers (2609.32808)."""
+    """Ψ ≥ `least` and |x| ≥ `floor` on the sink channels in half of the layers (2609.32808).
+
+    The median is over the channels of the sample's visual tokens; the paper's includes the text's.
+    """
 
     least: float = 1000.0
     floor: float = 100.0
@@ -97,7 +100,7 @@ class Loud(Rule):
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
         share = text_attention(book, states)
-        return share > self.times * share.median(), {"attention": share}
+        return by_picture(states, share, lambda own: own > self.times * own.median()), {"attention": share}
 
 
 @dataclass(frozen=True)

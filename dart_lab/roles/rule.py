@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from math import isfinite
 from numbers import Real
@@ -84,6 +85,15 @@ def _is_number(value: Any) -> bool:
 def no_token(states: VisualStates) -> Flagged:
     """A role that no token has."""
     return torch.zeros(len(states.embeds), dtype=torch.bool, device=states.embeds.device), {}
+
+
+def by_picture(states: VisualStates, values: Tensor, rule: Callable[[Tensor], Tensor]) -> Tensor:
+    """`(n,)`: what `rule` makes of the values `(m,)` of each picture (or video) by itself."""
+    image = torch.from_numpy(states.tokens.image).to(values.device)
+    parts = [(image == number).nonzero()[:, 0] for number in image.unique()]
+    if not parts:
+        return rule(values)
+    return torch.cat([rule(values[own]) for own in parts])[torch.cat(parts).argsort()]
 
 
 def largest(values: Tensor, share: float) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dart_lab.errors import DartLabError
-from dart_lab.roles.rule import COLUMN_SUMS, Flagged, Rule, largest, no_token
+from dart_lab.roles.rule import COLUMN_SUMS, Flagged, Rule, by_picture, largest, no_token
 from dart_lab.roles.sinks import energy_share
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ class NormSpread(Rule):
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
         norm = _features(states, self, "norms").norm(dim=-1)
-        return norm > norm.mean() + self.deviations * norm.std(correction=0), {"vit norm": norm}
+        high = by_picture(states, norm, lambda own: own > own.mean() + self.deviations * own.std(correction=0))
+        return high, {"vit norm": norm}
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class NormTop(Rule):
 
     def flags(self, book: Rolebook, states: VisualStates) -> Flagged:
         norm = _features(states, self, "norms").norm(dim=-1)
-        return largest(norm, self.share), {"vit norm": norm}
+        return by_picture(states, norm, lambda own: largest(own, self.share)), {"vit norm": norm}
 
 
 @dataclass(frozen=True)
@@ -122,5 +123,6 @@ class ColumnSums(Rule):
                 "one to one the patches, or which was not measured; use Rolebook.assign, or give vit-sink the rule "
                 "'centroid' or 'none'"
             )
-        middle = sums.median().clamp(min=torch.finfo(sums.dtype).tiny)
-        return largest(sums, self.share), {"vit concentration": sums / middle}
+        least = torch.finfo(sums.dtype).tiny
+        flag = by_picture(states, sums, lambda own: largest(own, self.share))
+        return flag, {"vit concentration": by_picture(states, sums, lambda own: own / own.median().clamp(min=least))}

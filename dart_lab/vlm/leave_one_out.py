@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.vlm import compat
 from dart_lab.vlm.insert import active, adapter_for
 from dart_lab.vlm.locate import model_of
@@ -38,6 +39,8 @@ def leave_one_out(model: Any, inputs: Mapping[str, Any], *, numbers: Sequence[in
     Raises:
         DartLabError: no visual tokens in the inputs, or a number that no sample has.
 
+    Warns of half precision, in which rounding alone changes logits by several hundredths.
+
     >>> import dart_lab as dl
     >>> vlm, sample = dl.load("tiny"), dl.load_task("shapes", n=1, seed=0)[0]
     >>> found = leave_one_out(vlm, vlm.prepare([sample.image], [sample.question]), numbers=[0, 300])[0]
@@ -57,6 +60,12 @@ def leave_one_out(model: Any, inputs: Mapping[str, Any], *, numbers: Sequence[in
             found: Tensor = head(states[torch.arange(batch, device=states.device), last.to(states.device)])
         return found.float()
 
+    dtype = next(text.parameters()).dtype
+    if torch.finfo(dtype).bits < torch.finfo(torch.float32).bits:
+        warnings.warn(
+            f"the model runs in {dtype}: rounding alone changes logits by hundredths, so small "
+            "effects cannot be told; load it in float32", DartLabWarning, stacklevel=2,
+        )  # fmt: skip
     whole = logits(torch.zeros_like(visual))
     order, counts = visual.cumsum(dim=1) - 1, visual.sum(dim=1).tolist()
     effect = torch.full((batch, max(counts)), float("nan"), device=whole.device)

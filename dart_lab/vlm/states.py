@@ -138,7 +138,8 @@ def visual_states(
     if now is None or now.visual is None:
         raise DartLabError("the inputs have no visual tokens (a text-only prompt?)")
     counts = now.visual.sum(dim=1).tolist()
-    vision = _one_to_one(features, counts)
+    patches = all(sample.tokens.patch is None for sample in now.samples)  # and no newlines, nothing blended
+    vision = _one_to_one(features, counts) if patches else None
     columns = None if tower is None or vision is None else tower.sums(counts)
     out = []
     for row, sample in enumerate(now.samples):

@@ -12,15 +12,16 @@ import torch
 
 from dart_lab.errors import DartLabError
 from dart_lab.roles.clusters import dense_clusters
-from dart_lab.roles.dead_rules import LeaveOneOut, Unchanged
+from dart_lab.roles.dead_rules import Faint, LeaveOneOut, Unchanged
 from dart_lab.roles.fit import Fit, fit_rolebook
 from dart_lab.roles.llm_rules import Energy, LikeFirst, Loud
 from dart_lab.roles.rolebook import Rolebook, load_rolebook
 from dart_lab.roles.rule import Lens
 from dart_lab.roles.rule_agreement import rule_agreement
 from dart_lab.roles.rules import RULES, check_definition, parse_definition
-from dart_lab.roles.vit_rules import ColumnSums, Norm, NormTop, VisionChannels
+from dart_lab.roles.vit_rules import ColumnSums, Norm, NormSpread, NormTop, VisionChannels
 from dart_lab.vlm import compat
+from dart_lab.vlm.states import visual_states
 from tests.roles.planted import (
     BOTH,
     CHANNEL,
@@ -268,3 +269,24 @@ def test_ids_beyond_the_vocabulary_and_rows_without_a_picture(vlm: Any, book: Ro
                 continue  # there is no text behind a picture that is not there: refused
             found = book.assign(vlm, inputs, definition={role: rule})
             assert [own.tokens for own in found] == [36, 0], rule
+
+
+def test_a_picture_is_judged_by_itself(vlm: Any, book: Rolebook) -> None:
+    """Rules that rank a picture's tokens say the same of two pictures in one prompt as of each alone."""
+    new = planted_pool(EVERYTHING, 2, seed=8)[0]
+    alone = visual_states(vlm, inputs_of(vlm, [new[0], new[1]]), column_sums=True)
+    both = visual_states(vlm, vlm.prepare([[new[0], new[1]]], ["what shape is the red circle ?"]), column_sums=True)[0]
+    attention = dict.fromkeys(book.layers, torch.cat([torch.linspace(1, 9, 36) ** 2, torch.linspace(90, 10, 36)]))
+    halves = [dict.fromkeys(book.layers, attention[book.layers[0]][own]) for own in (slice(36), slice(36, 72))]
+    rules = [NormTop(), NormTop(share=0.2), NormSpread(deviations=1), ColumnSums(share=0.1)]
+    for rule in (*rules, Loud(times=1.5), Faint()):
+        whole = rule.flags(book, dataclasses.replace(both, attention=attention))[0]
+        parts = [rule.flags(book, dataclasses.replace(one, attention=own))[0]
+                 for one, own in zip(alone, halves, strict=True)]  # fmt: skip
+        assert torch.equal(whole, torch.cat(parts)) and whole[:36].any() and whole[36:].any(), rule
+
+
+@pytest.mark.parametrize("clusters", ["kmeans", 0, 2.5, True], ids=str)
+def test_numbers_of_clusters_that_are_none(clusters: Any) -> None:
+    with pytest.raises(DartLabError, match=r'clusters=.*or "hdbscan"'):
+        Fit(clusters=clusters)

@@ -27,6 +27,10 @@ from dart_lab.roles.text_sinks import TextSinks, find_text_sinks
 from dart_lab.roles.vit_rules import ColumnSums, Norm, VisionChannels
 
 
+def one_picture(tokens: int) -> SimpleNamespace:
+    return SimpleNamespace(image=np.zeros(tokens, dtype=np.int64))
+
+
 def histogram(*parts: np.ndarray, width: float = 0.02) -> Histogram:
     seen = Histogram(width)
     for part in parts:
@@ -185,7 +189,7 @@ def test_a_channel_that_is_as_large_on_ordinary_text_is_no_sink(monkeypatch: pyt
 def test_roles_by_attention_are_the_loudest_and_the_faintest() -> None:
     book, layers = SimpleNamespace(layers=(2, 3)), (2, 3)
     share = torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.04, 0.03, 0.03])
-    states = SimpleNamespace(attention=dict.fromkeys(layers, share), embeds=torch.ones(8, 2))
+    states = SimpleNamespace(attention=dict.fromkeys(layers, share), embeds=torch.ones(8, 2), tokens=one_picture(8))
     assert Loud().flags(book, states)[0].tolist() == [False] * 8  # 5 times the median of 0.1
     assert Loud(times=4).flags(book, states)[0].tolist() == [True, *[False] * 7]
     few = Faint().flags(book, states)[0].tolist()
@@ -197,7 +201,8 @@ def test_roles_by_attention_are_the_loudest_and_the_faintest() -> None:
 
 
 def test_a_norm_of_ones_own_and_the_largest_column_sums() -> None:
-    states = SimpleNamespace(vision=torch.tensor([[3.0, 4.0], [0.0, 1.0]]), column_sums=torch.tensor([1.0, 8.0, 2.0]))
+    states = SimpleNamespace(vision=torch.tensor([[3.0, 4.0], [0.0, 1.0]]), column_sums=torch.tensor([1.0, 8.0, 2.0]),
+                             tokens=one_picture(3))  # fmt: skip
     assert Norm(5).flags(None, states)[0].tolist() == [True, False]
     flag, scores = ColumnSums().flags(None, states)
     assert flag.tolist() == [False, True, False] and scores["vit concentration"].tolist() == [0.5, 4.0, 1.0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dart_lab.errors import DartLabError
+from dart_lab.errors import DartLabError, DartLabWarning
 from dart_lab.pruners.remove import Remove
 from dart_lab.vlm.insert import prune
 from dart_lab.vlm.leave_one_out import leave_one_out
@@ -107,3 +107,22 @@ def test_the_first_token_is_the_first_real_one(images: tuple[int, ...]) -> None:
     begin = int((cut["input_ids"][0] == IMAGE).nonzero()[0])
     cut["input_ids"] = cut["input_ids"][:, begin:]
     assert visual_states(model, cut, LAYERS)[0].first == {}
+
+
+@pytest.mark.parametrize("name", ["llava_next", "llava_onevision"])
+def test_features_are_never_those_of_another_picture(name: str) -> None:
+    """88 + 72 tokens of two prompts are as many as 2 × 80 patches, but newlines are none of them."""
+    kind = next(kind for kind in FAMILIES if kind.name == name)
+    model, sizes = kind.model("sdpa"), [(32, 32), (24, 32), (32, 24), (30, 20), (50, 50), (20, 30)]
+    for one in sizes:
+        for other in sizes:
+            inputs = kind.build_batch([[one], [other]])
+            for states in visual_states(model, inputs, column_sums=True):
+                assert states.vision is None and states.column_sums is None
+
+
+def test_half_precision_is_warned_of() -> None:
+    model, inputs = small_llava().to(torch.bfloat16), batch(ONE)
+    inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
+    with pytest.warns(DartLabWarning, match="load it in float32"):
+        leave_one_out(model, inputs, numbers=[0])
